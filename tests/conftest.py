@@ -1,0 +1,8 @@
+"""Settings for all tests: no network, small thread pools."""
+
+import os
+
+# Before any test imports torch or the hub's libraries, which read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,386 @@
+"""Stage distill: the student learns, the best is exported, a killed run ends as an undisturbed one does."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import pytest
+
+from pipeline import distill
+from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
+from pipeline.files import write_json
+from pipeline.params import PairConfig, load_pair
+from pipeline.student import LabelledStates, Student, fit_student
+from treegraft.costs import CostModel, LatencyCurve
+from treegraft.errors import UserError
+from treegraft.scheduling.checkpoint import load_scheduler
+from treegraft.scheduling.features import feature_names
+from treegraft.scheduling.network import MarginNetwork
+from treegraft.values.lattice import Outcomes
+from treegraft.values.replay import best_fixed, fixed_actions, replay
+from treegraft.values.states import offset, schedules
+from treegraft.values.tables import OutcomeTables, build_tables
+from treegraft.values.traces import SCHEMA_VERSION, read_traces, write_split
+from treegraft.values.values import margins, visit_weights
+
+FIT: dict[str, Any] = {
+    "hidden": (16,),
+    "learning_rate": 1e-2,
+    "weight_decay": 1e-4,
+    "epochs": 12,
+    "batch_size": 256,
+    "patience": 20,
+}
+
+
+CALIBRATION = {"ngram_table": [[0.5]], "temperatures": [1.0, 1.1]}
+
+
+# --- a small world in which calling pays exactly where two features say so -------------------------------------------
+
+
+def costs() -> CostModel:
+    return CostModel(
+        target=LatencyCurve([1, 2, 8], [64, 256], [[30, 31], [32, 33], [40, 42]]),
+        drafters=(None, LatencyCurve([1, 8], [64, 256], [[6, 6], [8, 8]])),
+        light_ms=0.1,
+        scheduler_ms=0.02,
+        step_ms=1.0,
+    )
+
+
+def synthetic_tables(turns: int, length: int, seed: int, depth: int = 2) -> OutcomeTables:
+    """Labelled tables: each call adds ``quality`` accepted tokens, and two features add up to the quality."""
+    random = np.random.default_rng(seed)
+    names, sizes, plans = feature_names(depth, 2), (0, 2, 4), schedules(depth, 2)
+    prompts = []
+    for turn in range(turns):
+        features = random.normal(size=(length, offset(depth, 2), len(names))).astype(np.float32)
+        shared = random.normal(size=(length, 2)).astype(np.float32)
+        features[:, :, names.index("frontier_depth")] = shared[:, :1]
+        features[:, :, names.index("reselected_score")] = shared[:, 1:]
+        quality = shared.sum(axis=1) > 0.3
+        calls = plans.sum(axis=1)
+        wanted = np.minimum(random.integers(0, 2, (length, 1)) + 2 * quality[:, None] * calls, 4)  # [P, U]
+        accepted = np.minimum(wanted[..., None], sizes).astype(np.int16)
+        outcomes = Outcomes(
+            features=features,
+            accepted=accepted,
+            mass=accepted * np.float32(0.9),
+            nodes=np.full(wanted.shape, 4, np.int16),
+            layer_tokens=np.broadcast_to(4 * plans, (length, *plans.shape)).astype(np.int16),
+            path_processed=np.stack([np.zeros_like(wanted), np.broadcast_to(2 * (calls > 0), wanted.shape)], -1).astype(
+                np.int16
+            ),
+        )
+        prompts.append((f"maths/{turn // 2}/{turn % 2}", "maths", 40 + turn, outcomes))
+    tables = build_tables(prompts, names, 2, depth, sizes, costs())
+    actions = fixed_actions(tables, best_fixed(tables))
+    result = replay(tables, actions)
+    labels = margins(tables, actions, result.decode_rate, result.lag)
+    return tables.labelled(labels, visit_weights(tables, actions, result.visited))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairConfig:
+    """A pair whose traces are synthetic, in a working directory of its own."""
+    shutil.copy("params.yaml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    made = load_pair(
+        "smollm2-135m",
+        [
+            "decoding.depth=2",
+            "decoding.verified_sizes=[0, 2, 4]",
+            "distill={hidden: [8], learning_rate: 0.01, weight_decay: 0.0, epochs: 6, batch_size: 128, patience: 3, "
+            "policy_iterations: 1, seeds: [0, 1]}",
+        ],
+    )
+    write_traces(made, {split: synthetic_tables(turns, 30, seed) for split, turns, seed in SPLITS})
+    return made
+
+
+SPLITS = (("train", 8, 0), ("validation", 4, 1), ("test", 4, 2))
+
+
+def write_traces(config: PairConfig, tables: dict[str, OutcomeTables]) -> None:
+    """A traces folder as stage traces leaves it."""
+    folder = config.paths.traces
+    for split, table in tables.items():
+        write_split(folder, split, table)
+    table = tables["train"]
+    manifest = {
+        "schema": SCHEMA_VERSION,
+        "drafters": [drafter.name for drafter in config.drafters],
+        "depth": table.depth,
+        "feature_names": table.feature_names,
+        "verified_sizes": table.sizes,
+    }
+    profile = {"cost_model": costs().to_json(), "tokenizer_hashes": {config.target.name: "abc"}}
+    for name, value in (("profile", profile), ("calibration", CALIBRATION), ("manifest", manifest)):
+        write_json(folder / f"{name}.json", value)
+
+
+def outputs(config: PairConfig) -> dict[str, bytes]:
+    files = [*config.paths.scheduler.iterdir(), config.paths.distill_metrics]
+    return {path.name: path.read_bytes() for path in files}
+
+
+# --- the student -----------------------------------------------------------------------------------------------------
+
+
+def linear_rule(rows: int, seed: int, noise: float = 0.0) -> LabelledStates:
+    """margin = 3 x feature 1 - 2 x feature 4 + 1, on features of very different sizes."""
+    random = np.random.default_rng(seed)
+    features = random.normal([5, 0, 100, 0, -3], [1, 0.1, 30, 2, 0.2], size=(rows, 5))
+    rule = 3 * features[:, 1] / 0.1 - 2 * (features[:, 4] + 3) / 0.2 + 1
+    return LabelledStates(
+        features.astype(np.float32), (rule + random.normal(size=rows) * noise)[:, None], random.integers(0, 3, rows)
+    )
+
+
+def agreement(network: MarginNetwork, states: LabelledStates) -> float:
+    return float(((network.margins(states.features) > 0) == (states.margins > 0)).mean())
+
+
+def test_the_student_learns_a_linear_rule_from_noisy_labels() -> None:
+    unseen = linear_rule(2000, seed=1)
+    fitted = fit_student(
+        linear_rule(4000, seed=0, noise=1.0), lambda network: agreement(network, unseen), seed=0, **FIT
+    )
+    assert fitted.score > 0.95
+    assert agreement(fitted.network, unseen) == fitted.score == max(fitted.scores)
+    np.testing.assert_allclose(fitted.network.margins(unseen.features), unseen.margins, atol=1.5)
+
+
+def test_the_choice_follows_the_mean_margin_not_the_usual_sign() -> None:
+    """Calling loses a little four times of five and wins much once: on average it pays, and so it is called."""
+    random = np.random.default_rng(0)
+    features = random.integers(0, 2, (4000, 1)).astype(np.float32)
+    wins = random.random((4000, 1)) < 0.2
+    labels = np.where(wins, np.where(features > 0, 4.0, 1.0), -0.6)  # means 0.32 and -0.28
+    fitted = fit_student(LabelledStates(features, labels, np.ones(4000)), lambda network: 0.0, seed=0, **FIT)
+    last = fit_student(
+        LabelledStates(features, labels, np.ones(4000)), lambda _, count=iter(range(99)): next(count), seed=0, **FIT
+    ).network
+    assert fitted.epoch == 0  # nothing better came
+    assert last.margins(np.array([1.0], np.float32)) > 0.1
+    assert last.margins(np.array([0.0], np.float32)) < -0.1
+
+
+def test_three_drafters() -> None:
+    random = np.random.default_rng(0)
+    features = random.normal(size=(1500, 4)).astype(np.float32)
+    labels = np.stack([features[:, 0], features[:, 1] * 2], axis=1)
+    states = LabelledStates(features, labels, np.ones(1500))
+    fitted = fit_student(states, lambda network: agreement(network, states), seed=0, **FIT)
+    assert fitted.network.outputs == 2
+    assert fitted.score > 0.95
+
+
+def test_equal_seeds_give_equal_networks() -> None:
+    states = linear_rule(500, seed=0)
+    settings = FIT | {"epochs": 2}
+    first, again, other = (fit_student(states, lambda _: 0.0, seed=seed, **settings).network for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.weights[0], again.weights[0])
+    assert (first.weights[0] != other.weights[0]).any()
+
+
+def test_the_best_epoch_is_kept_and_patience_ends_the_training() -> None:
+    scores = iter([1.0, 3.0, 2.0, 3.0, 9.0])
+    seen: list[MarginNetwork] = []
+
+    def score(network: MarginNetwork) -> float:
+        seen.append(network)
+        return next(scores)
+
+    fitted = fit_student(linear_rule(500, seed=0), score, seed=0, **(FIT | {"patience": 2}))
+    assert (fitted.score, fitted.epoch, fitted.scores) == (3.0, 1, (1.0, 3.0, 2.0, 3.0))
+    assert fitted.network is seen[1]
+
+
+@pytest.mark.parametrize("name", ["features", "margins", "weights"])
+def test_refuses_training_data_that_is_not_finite(name: str) -> None:
+    states = linear_rule(20, seed=0)
+    spoiled = np.array(getattr(states, name), dtype=np.float64)
+    spoiled[7] = np.nan
+    columns = 1 if spoiled.ndim == 1 else spoiled.shape[1]
+    with pytest.raises(UserError, match=rf"{columns} of {20 * columns} training {name} are NaN or infinite, .* \[7"):
+        replace(states, **{name: spoiled})
+
+
+def test_refuses_weights_that_leave_nothing() -> None:
+    with pytest.raises(UserError, match="weights"):
+        replace(linear_rule(20, seed=0), weights=np.zeros(20))
+
+
+def test_says_that_training_diverged() -> None:
+    with pytest.raises(UserError, match=r"diverged in epoch \d+; lower distill\.learning_rate"):
+        fit_student(linear_rule(500, seed=0), lambda _: 0.0, seed=0, **(FIT | {"learning_rate": 1e38}))
+
+
+def test_a_feature_that_never_varies_does_no_harm() -> None:
+    states = linear_rule(1000, seed=0)
+    features = states.features.copy()
+    features[:, 3] = 7.3
+    fitted = fit_student(replace(states, features=features), lambda _: 0.0, seed=0, **(FIT | {"epochs": 1}))
+    assert fitted.network.scales[3] == 1
+    assert np.isfinite(fitted.network.margins(features)).all()
+
+
+def test_a_lightning_checkpoint_of_the_student_reloads(tmp_path: Path) -> None:
+    student = Student(5, 1, (4,))
+    student.standardise(linear_rule(50, seed=0))
+    trainer = lightning.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
+    trainer.strategy.connect(student)
+    trainer.save_checkpoint(tmp_path / "student.ckpt", weights_only=True)
+    again = Student.load_from_checkpoint(tmp_path / "student.ckpt")
+    np.testing.assert_array_equal(again.to_network().weights[0], student.to_network().weights[0])
+    np.testing.assert_array_equal(again.to_network().means, student.to_network().means)
+
+
+# --- the baselines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_learn_the_rule(name: str) -> None:
+    unseen = linear_rule(1000, seed=1)
+    predict = fit_baseline(name, linear_rule(3000, seed=0))
+    agreed = ((predict(unseen.features) > 0) == (unseen.margins > 0)).mean()
+    assert predict(unseen.features).shape == (1000, 1)
+    assert agreed > (0.85 if name == "decision_tree" else 0.95)
+
+
+@pytest.mark.parametrize("sign", [-1, 0, 1])
+def test_the_logistic_baseline_takes_labels_of_one_sign(sign: int) -> None:
+    states = LabelledStates(np.ones((5, 2), np.float32), np.full((5, 1), float(sign)), np.ones(5))
+    assert ((fit_baseline("logistic", states)(states.features) > 0) == (sign > 0)).all()
+
+
+def test_folds_never_split_a_prompt() -> None:
+    groups = np.repeat(["a", "b", "c"], [4, 2, 3])
+    folds = list(grouped_folds(groups, 5))
+    assert len(folds) == 3
+    for fitted, held_out in folds:
+        assert not set(groups[fitted]) & set(groups[held_out])
+    assert sorted(np.concatenate([held_out for _, held_out in folds])) == list(range(9))
+    assert list(grouped_folds(np.array(["a", "a"]), 5)) == []
+
+
+# --- the stage -------------------------------------------------------------------------------------------------------
+
+
+def test_the_stage_exports_a_scheduler_that_beats_fixed_policies(config: PairConfig) -> None:
+    distill.run(config)
+    network, stored = load_scheduler(config.paths.scheduler)
+    metrics = json.loads(config.paths.distill_metrics.read_text())
+    rates = metrics["replay"]["test"]
+    assert rates["student"] > max(rates[name] for name in ("plain", "ngram", "strong", "fixed"))
+    assert rates["oracle"] >= max(rates.values())
+    assert 0 < metrics["captured"]["test"]["student"] <= 1
+    assert set(BASELINES) < set(rates)
+    assert metrics["cross_validation"]["folds"] == 4  # four prompts of two turns each
+    assert all(rate > 0 for rate in metrics["cross_validation"]["tokens_per_ms"].values())
+    # What is exported is what was measured.
+    tables = read_traces(config.paths.traces, "test")
+    assert distill.follow(network, tables).tokens_per_ms == rates["student"] == stored.replay["test"]["student"]
+    best = max(fit["validation"] for fit in metrics["fits"])
+    assert metrics["replay"]["validation"]["student"] == best
+    assert stored.cost_model_digest == costs().digest()
+    assert stored.calibration == CALIBRATION
+    assert CostModel.from_json(stored.cost_model).digest() == stored.cost_model_digest
+    assert not list(Path().glob("lightning_logs")) + list(Path().glob("checkpoints"))
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
+    config: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distill.run(config)
+    undisturbed = outputs(config)
+    shutil.rmtree(config.paths.scheduler)
+    shutil.rmtree(config.paths.scratch("distill"))
+    real, fits = distill._fit, []
+
+    def killed(*arguments: Any) -> Any:
+        if len(fits) == 2:
+            raise KeyboardInterrupt
+        fits.append(arguments)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "_fit", killed)
+        with pytest.raises(KeyboardInterrupt):
+            distill.run(config)
+    assert not config.paths.scheduler.exists()
+    again: list[Any] = []
+    monkeypatch.setattr(distill, "_fit", lambda *arguments: again.append(arguments) or real(*arguments))
+    distill.run(config)
+    assert len(again) == 2  # of four: no fit is lost, none is done twice
+    assert outputs(config) == undisturbed
+
+
+def test_fits_of_other_inputs_are_not_taken(config: PairConfig) -> None:
+    distill.run(config)
+    old = {path.name for path in config.paths.scratch("distill").iterdir()}
+    write_json(config.paths.traces / "calibration.json", CALIBRATION | {"temperatures": [1.0, 1.2]})
+    distill.run(config)
+    new = {path.name for path in config.paths.scratch("distill").iterdir()}
+    assert len(new) == 1
+    assert not new & old
+
+
+def test_the_earliest_of_equal_fits_is_chosen() -> None:
+    fits = [distill.Fit(seed, round_, None, 0.0, rate) for seed, round_, rate in ((0, 0, 1), (0, 1, 2), (1, 0, 2))]
+    assert distill.choose([*fits, distill.Fit(2, 0, None, 0.0, 2)]) is fits[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        (
+            "features",
+            np.nan,
+            "1 of 10080 features are NaN or infinite, the first at position 3, state 1, feature log_pr",
+        ),
+        ("margins", np.inf, "1 of 720 margins are NaN or infinite, the first at position 3, state 1"),
+    ],
+)
+def test_refuses_traces_that_are_not_finite(config: PairConfig, name: str, value: float, part: str) -> None:
+    table = synthetic_tables(8, 30, 0)
+    getattr(table, name)[3, 1, 0] = value
+    write_traces(config, {"train": table})
+    with pytest.raises(UserError, match=part):
+        distill.run(config)
+    assert not config.paths.scheduler.exists()
+
+
+def test_refuses_traces_of_other_settings(config: PairConfig) -> None:
+    decoding = config.decoding.model_copy(update={"verified_sizes": (0, 2)})
+    with pytest.raises(
+        UserError, match=r"train: .* other verified sizes \(\[0, 2, 4\], now \[0, 2\]\); run `pipeline traces"
+    ):
+        distill.run(config.model_copy(update={"decoding": decoding}))
+    decoding = config.decoding.model_copy(update={"depth": 3})
+    with pytest.raises(UserError, match=r"other depth \(2, now 3\)"):
+        distill.run(config.model_copy(update={"decoding": decoding}))
+
+
+def test_refuses_missing_parts(config: PairConfig) -> None:
+    profile = config.paths.traces / "profile.json"
+    write_json(profile, {"cost_model": costs().to_json()})
+    with pytest.raises(UserError, match="has no tokenizer_hashes"):
+        distill.run(config)
+    (config.paths.traces / "calibration.json").unlink()
+    with pytest.raises(UserError, match=r"calibration\.json does not exist"):
+        distill.run(config)
+    shutil.rmtree(config.paths.traces)
+    with pytest.raises(UserError, match="run `pipeline traces smollm2-135m` first"):
+        distill.run(config)
+
+
+def test_refuses_a_pair_with_nothing_to_schedule(config: PairConfig) -> None:
+    with pytest.raises(UserError, match="one drafter"):
+        distill.run(config.model_copy(update={"drafters": config.drafters[:1]}))

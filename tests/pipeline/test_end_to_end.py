@@ -1,0 +1,137 @@
+"""All stages on a tiny pair: what comes out, that a kill changes nothing, and that bad input ends in one sentence."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.pipeline.tiny_pair import SLUG, make_pair
+
+from pipeline.cli import main
+from pipeline.stages import STAGES
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def stage(name: str, *arguments: str) -> int:
+    """Exit code of one stage, run in this process."""
+    return main([name, SLUG, *arguments])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every stage has run once."""
+    root = make_pair(tmp_path_factory.mktemp("pair"))
+    before = Path.cwd()
+    os.chdir(root)
+    try:
+        for name in STAGES:
+            assert stage(name) == 0, name
+    finally:
+        os.chdir(before)
+    return root
+
+
+def test_every_stage_leaves_its_results(finished: Path) -> None:
+    report = json.loads((finished / f"reports/{SLUG}/report.json").read_text())
+    assert set(report["benchmarks"]) == {"alpha", "beta"}
+    for methods in report["benchmarks"].values():
+        assert methods["plain"]["speedup"]["mean"] == 1
+        assert methods["plain"]["tokens_per_step"] == 1
+        assert methods["treegraft"]["tokens"] == methods["plain"]["tokens"]
+    assert report["identity"]["divergences"] == 0
+    assert report["identity"]["dtype"] == "float32"
+    assert report["oracle"]["over_best_single"] >= 1
+    folder = finished / f"models/schedulers/{SLUG}"
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert "<svg" in (finished / f"reports/{SLUG}/report.html").read_text()
+    assert not list((finished / ".treegraft").rglob("answers"))
+
+
+def test_traces_load_with_datasets_and_pandas(finished: Path) -> None:
+    import datasets
+    import pandas as pd
+
+    folder = finished / f"data/traces/{SLUG}"
+    files = {split: str(folder / f"states/{split}-*.parquet") for split in ("train", "validation", "test")}
+    loaded = datasets.load_dataset("parquet", data_files=files, cache_dir=str(finished / "cache"))
+    prompts = [set(loaded[split]["prompt_id"]) for split in files]
+    assert all(prompts)
+    assert not (prompts[0] & prompts[1] or prompts[0] & prompts[2] or prompts[1] & prompts[2])
+    frame = pd.read_parquet(sorted((folder / "schedules").glob("train-*.parquet"))[0])
+    assert len(frame) % 8 == 0
+    assert (frame["accepted"].map(max) <= frame["tokens_left"]).all()
+
+
+def test_same_inputs_give_the_same_bytes(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Label, traces and distill again, from the same profile."""
+    monkeypatch.chdir(finished)
+    for name, path in (
+        ("label", f"data/outcomes/{SLUG}"),
+        ("traces", f"data/traces/{SLUG}"),
+        ("distill", f"models/schedulers/{SLUG}"),
+    ):
+        before = contents(Path(path))
+        assert stage(name) == 0
+        assert contents(Path(path)) == before
+
+
+@pytest.mark.parametrize(("name", "after"), [("label", 2), ("label", 5), ("evaluate", 1)])
+def test_a_killed_stage_goes_on_where_it_was(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
+) -> None:
+    """kill -9 once some scratch files are there; the earlier outputs stay whole, and the next run ends like any other."""
+    monkeypatch.chdir(finished)
+    output = Path(f"data/{'outcomes' if name == 'label' else 'evaluation'}/{SLUG}")
+    before = contents(output)
+    scratch = Path(f".treegraft/{SLUG}/{name}")
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "pipeline", name, SLUG], env=environment, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+
+    def pieces() -> int:
+        found = [path for path in scratch.rglob("*") if path.is_file() and path.suffix != ".tmp"]
+        return sum(path.read_bytes().count(b"\n") if path.suffix == ".jsonl" else 1 for path in found)
+
+    while process.poll() is None and pieces() < after and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert pieces() >= after
+    assert contents(output) == before
+    assert stage(name) == 0
+    if name == "label":
+        assert contents(output) == before
+    else:
+        rows = [json.loads(line) for line in (output / "runs.jsonl").read_text().splitlines()]
+        cells = [(row["prompt_id"], row["turn"], row["method"], row["repeat"]) for row in rows]
+        assert len(cells) == len(set(cells)) == len(before["runs.jsonl"].splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "sentence"),
+    [
+        ("evaluate", ["--set", "decoding.depth=2"], "depth"),
+        ("label", ["--set", "decoding.dept=2"], "depth"),
+        ("label", ["--set", "prompts.sources=[nowhere]"], "nowhere"),
+        ("label", ["--set", "threads=2"], "profile"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(finished)
+    before = contents(finished / "data")
+    assert stage(name, *arguments) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert sentence in message
+    assert "Traceback" not in message
+    assert contents(finished / "data") == before

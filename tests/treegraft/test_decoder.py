@@ -1,0 +1,230 @@
+"""The decoder against plain decoding: same text for every scheduler and number of drafters, no token twice."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.treegraft.tiny import tiny_language_model
+from treegraft.costs import CostModel, LatencyCurve
+from treegraft.decoder import GREEDY, Decoder
+from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
+from treegraft.errors import UserError
+from treegraft.models import LanguageModel
+from treegraft.sampling import SamplingSettings, TokenChooser
+from treegraft.scheduling.features import SchedulingState
+from treegraft.scheduling.policy import FixedSchedule, Scheduler, always, never
+from treegraft.settings import DraftSettings, NgramSettings
+
+VOCAB = 24
+SETTINGS = DraftSettings(
+    depth=3, width=3, look_back=3, verified_sizes=(0, 1, 2, 4, 8, 16), ngram=NgramSettings(3, 2, 3)
+)
+TARGET = tiny_language_model(vocab_size=VOCAB, seed=1, name="target")
+NEAR = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, name="near")
+OTHER = tiny_language_model(vocab_size=VOCAB, seed=2, name="other")
+CHEAP = LatencyCurve([1, 64], [1], [[0.1], [0.1001]])
+FREE = CostModel(LatencyCurve([1, 64], [1], [[1.0], [1.0001]]), (None, CHEAP), 0.0, 0.0, 0.0)
+
+
+class RandomScheduler:
+    """Any drafter in any layer, by a seeded coin."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def choose(self, state: SchedulingState) -> int:
+        return int(self.random.integers(state.tree.drafters))
+
+
+def plain(
+    model: LanguageModel,
+    prompt: list[int],
+    count: int,
+    sampling: SamplingSettings = GREEDY,
+    eos: bool = True,
+) -> list[int]:
+    """Plain decoding written as simply as it goes: the whole text through the model for every token, no cache."""
+    chooser = TokenChooser(sampling)
+    text = list(prompt)
+    while len(text) - len(prompt) < count:
+        with torch.inference_mode():
+            logits = model.module(torch.tensor([text])).logits[0, -1]
+        text.append(chooser.choose(logits, text))
+        if eos and text[-1] in model.eos_token_ids:
+            break
+    return text[len(prompt) :]
+
+
+def drafters(kinds: str) -> list[Drafter]:
+    """n: n-grams, a: a model like the target, o: another model, t: the target itself."""
+    models = {"a": NEAR, "o": OTHER, "t": TARGET}
+    return [
+        NgramDrafter(i, SETTINGS.ngram) if kind == "n" else LanguageModelDrafter(i, models[kind], VOCAB)
+        for i, kind in enumerate(kinds)
+    ]
+
+
+SCHEDULERS: dict[str, Scheduler] = {
+    "never": never(),
+    "last layer": FixedSchedule((0, 0, 1)),
+    "first layer": FixedSchedule((1,)),
+}
+
+
+@pytest.mark.parametrize("sampling", [SamplingSettings(), SamplingSettings(temperature=0.8, top_p=0.95, seed=5)])
+@pytest.mark.parametrize("kinds", ["n", "a", "no", "na", "nao", "aon"])
+@pytest.mark.parametrize("name", ["never", "always", "first layer", "last layer", "random"])
+def test_output_equals_plain_decoding(kinds: str, name: str, sampling: SamplingSettings) -> None:
+    prompt = [3, 7, 3, 7, 5]
+    m = len(kinds)
+    if name == "random":
+        scheduler: Scheduler = RandomScheduler(4)
+    elif name == "always":
+        scheduler = always(3, m - 1)
+    else:
+        scheduler = SCHEDULERS[name] if m > 1 else never()
+    decoder = Decoder(TARGET, drafters(kinds), scheduler, SETTINGS, ignore_eos=True)
+    for _ in range(2):  # the second request starts from used caches
+        result = decoder.generate(prompt, 40, sampling)
+        assert result.tokens == plain(TARGET, prompt, 40, sampling, eos=False)
+        assert result.metrics.tokens == 40
+
+
+def test_no_drafter_is_plain_decoding() -> None:
+    result = Decoder(TARGET, [], never(), SETTINGS, ignore_eos=True).generate([2, 3], 20)
+    assert result.tokens == plain(TARGET, [2, 3], 20, eos=False)
+    assert result.metrics.steps == 20
+    assert result.metrics.processed == {"target": 2 + 20 - 1}
+
+
+def test_perfect_drafter_fills_every_step() -> None:
+    """The target as its own drafter: each step emits depth + 1 tokens, the last one what is left."""
+    decoder = Decoder(TARGET, drafters("nt"), always(3), SETTINGS, ignore_eos=True)
+    metrics = decoder.generate([2, 9, 4], 4 * 5 + 2).metrics
+    assert metrics.accepted_lengths == [3] * 5 + [1]
+    assert metrics.steps == 6
+
+
+def test_hopeless_drafter_costs_nothing_but_time() -> None:
+    class Wrong:
+        """Proposes only a token that the target never emits: one beyond those it has seen chosen."""
+
+        name, index, tokens_processed = "wrong", 0, 0
+
+        def begin(self, capacity: int) -> None: ...
+        def extend(self, tokens: np.ndarray) -> None: ...
+        def commit(self, tree: object, accepted: np.ndarray) -> None:
+            assert len(accepted) == 0
+
+        def draft(self, tree, settings, layer, max_depth) -> None:  # type: ignore[no-untyped-def]
+            tree.add(np.array([0]), np.array([VOCAB + layer]), np.array([-0.1]), 0, layer)
+
+    wide = tiny_language_model(vocab_size=VOCAB + 8, seed=1, name="wide")
+    with torch.no_grad():
+        wide.module.lm_head.weight[VOCAB:] = 0
+    result = Decoder(wide, [Wrong()], never(), SETTINGS, ignore_eos=True).generate([2, 9], 12)
+    assert result.tokens == plain(wide, [2, 9], 12, eos=False)
+    assert result.metrics.steps == 12
+    assert result.metrics.accepted_by_depth == []
+
+
+@pytest.mark.parametrize("kinds", ["na", "nao"])
+def test_no_model_processes_a_token_twice(kinds: str) -> None:
+    """KV lengths after every step, and the target's count: prompt and emitted tokens once, plus rejected nodes."""
+    members = drafters(kinds)
+    decoder = Decoder(TARGET, members, RandomScheduler(1), SETTINGS, ignore_eos=True)
+    metrics = decoder.generate([3, 7, 3, 7, 5], 30).metrics
+    committed = 5 + 30 - 1
+    assert decoder.runner.committed == decoder.runner.cache.length == committed
+    rejected = metrics.verified_nodes - sum(metrics.accepted_lengths)
+    assert metrics.processed["target"] == committed + rejected
+    for drafter in members[1:]:
+        assert isinstance(drafter, LanguageModelDrafter)
+        assert drafter.runner.cache.length == drafter.runner.committed <= committed
+        # What it kept is the text: a fresh pass over it gives the same next logits.
+        with torch.inference_mode():
+            tokens = drafter.text[: drafter.runner.committed + 1]
+            expected = drafter.model.module(torch.from_numpy(tokens)[None]).logits[0, -1]
+            found = drafter.runner.prefill(tokens[-1:], 0)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_drafter_skipped_for_steps_catches_up_on_exactly_the_missing_tokens() -> None:
+    class EveryThirdStep:
+        step = 0
+
+        def choose(self, state: SchedulingState) -> int:
+            self.step += state.layer == 1
+            return int(self.step % 3 == 0 and state.layer == 1)
+
+    members = drafters("na")
+    decoder = Decoder(TARGET, members, EveryThirdStep(), SETTINGS, ignore_eos=True)
+    metrics = decoder.generate([3, 7, 3, 7, 5], 30).metrics
+    strong = members[1]
+    assert isinstance(strong, LanguageModelDrafter)
+    # One call a step processes the root alone, so every committed token went through the drafter once, none twice.
+    assert metrics.calls[1] >= 2
+    assert metrics.processed["near"] == strong.runner.committed
+
+
+def test_eos_inside_an_accepted_span_ends_the_text_there() -> None:
+    """Every token of the alphabet made EOS in turn: the text is the plain text up to its first occurrence."""
+    full = plain(TARGET, [2, 9, 4], 24, eos=False)
+    for eos in sorted(set(full)):
+        target = LanguageModel(**{**TARGET.__dict__, "eos_token_ids": (eos,)})
+        decoder = Decoder(target, drafters("nt"), always(3), SETTINGS)
+        result = decoder.generate([2, 9, 4], 24)
+        assert result.tokens == full[: full.index(eos) + 1]
+        assert result.finish == "eos"
+        # Every step emits its accepted nodes and a bonus token, but for a last one whose EOS was itself a node.
+        ended_on_node = sum(result.metrics.accepted_lengths) + result.metrics.steps - result.metrics.tokens
+        assert ended_on_node in (0, 1)
+        assert result.metrics.tokens == len(result.tokens)
+        assert decoder.runner.committed == decoder.runner.cache.length == 3 + len(result.tokens) - 1 + ended_on_node
+
+
+def test_limits_and_stop_reasons_in_order() -> None:
+    """One token allowed; EOS on the last allowed token is still EOS; a one-token prompt; the context's end."""
+    full = plain(TARGET, [5], 12, eos=False)
+    decoder = Decoder(TARGET, drafters("na"), always(3), SETTINGS, ignore_eos=True)
+    one = decoder.generate([5], 1)
+    assert (one.tokens, one.finish) == (full[:1], "length")
+    first = full.index(full[-1]) + 1
+    target = LanguageModel(**{**TARGET.__dict__, "eos_token_ids": (full[-1],)})
+    ended = Decoder(target, drafters("na"), always(3), SETTINGS).generate([5], first)
+    assert (len(ended.tokens), ended.finish) == (first, "eos")
+    short = tiny_language_model(vocab_size=VOCAB, seed=1, max_position_embeddings=16, name="target")
+    near = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, max_position_embeddings=10, name="near")
+    members: list[Drafter] = [NgramDrafter(0, SETTINGS.ngram), LanguageModelDrafter(1, near, VOCAB)]
+    end = Decoder(short, members, always(3), SETTINGS, ignore_eos=True).generate([5, 6], 100)
+    assert (end.tokens, end.finish) == (plain(TARGET, [5, 6], 14, eos=False), "context")
+    with pytest.raises(UserError, match="16 tokens, but target holds 16"):
+        Decoder(short, [], never(), SETTINGS).generate([2] * 16, 4)
+    with pytest.raises(UserError, match="empty"):
+        decoder.generate([], 4)
+
+
+def test_stop_string_inside_a_span_cuts_text_and_tokens() -> None:
+    full = plain(TARGET, [2, 9, 4], 24, eos=False)
+    text = TARGET.tokenizer.decode(full)
+    for at in (3, 7, 11):
+        word = f"w{full[at]}"
+        result = Decoder(TARGET, drafters("nt"), always(3), SETTINGS, ignore_eos=True).generate(
+            [2, 9, 4], 24, stop=(word,)
+        )
+        assert result.finish == "stop"
+        assert result.tokens == full[: len(result.tokens)]
+        assert result.text == text[: text.index(word)]
+        assert word not in TARGET.tokenizer.decode(result.tokens[:-1])
+
+
+def test_verified_size_follows_the_hardware() -> None:
+    """Free verification takes the largest size; verification dearer than a token is worth falls back to plain steps."""
+    dear = CostModel(LatencyCurve([1, 64], [1], [[1.0], [1000.0]]), FREE.drafters, 0.0, 0.0, 0.0)
+    free = Decoder(TARGET, drafters("na"), always(3), SETTINGS, FREE, 1.0, ignore_eos=True).generate([2, 9], 20).metrics
+    costly = (
+        Decoder(TARGET, drafters("na"), always(3), SETTINGS, dear, 1.0, ignore_eos=True).generate([2, 9], 20).metrics
+    )
+    assert free.verified_nodes > 5 * free.steps
+    assert costly.verified_nodes == 0
+    assert costly.steps == 20

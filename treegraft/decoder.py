@@ -1,0 +1,196 @@
+"""The decoding loop: draft, prune, verify, commit, until a stop.
+
+Lossless by construction: every emitted token is the target's own choice given the text before it; drafters only
+decide how many such choices one target forward can confirm.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from treegraft.costs import CostModel
+from treegraft.drafters.base import Drafter
+from treegraft.drafters.lm import LanguageModelDrafter
+from treegraft.errors import UserError
+from treegraft.grafting import accepted_mass, choose_size, verification_order
+from treegraft.metrics import DecodingMetrics
+from treegraft.models import LanguageModel
+from treegraft.runner import ModelRunner
+from treegraft.sampling import SamplingSettings, TokenChooser
+from treegraft.scheduling.features import RequestCosts, SchedulingState
+from treegraft.scheduling.policy import Scheduler
+from treegraft.settings import DraftSettings
+from treegraft.stopping import Finish, StopChecker
+from treegraft.tree import DraftTree, IntArray
+from treegraft.verification import verify, walk
+
+GREEDY = SamplingSettings()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request produced."""
+
+    tokens: list[int]
+    """Emitted token ids, EOS included where it was emitted."""
+    text: str
+    finish: Finish
+    metrics: DecodingMetrics
+
+
+class Decoder:
+    """Decodes with a target, drafters in order of cost, and a scheduler.
+
+    Args:
+        drafters: none for plain decoding; ``drafters[i].index`` must be i.
+        costs, tokens_per_ms: together they choose the verified size from the hardware; without them every step
+            verifies the largest size of ``settings.verified_sizes`` (as many nodes as there are).
+        ignore_eos: go on after EOS (benchmarks of fixed length).
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafters: Sequence[Drafter],
+        scheduler: Scheduler,
+        settings: DraftSettings,
+        costs: CostModel | None = None,
+        tokens_per_ms: float = 0.0,
+        ignore_eos: bool = False,
+    ) -> None:
+        self.target = target
+        self.drafters = list(drafters)
+        self.scheduler = scheduler
+        self.settings = settings
+        self.costs = costs
+        self.tokens_per_ms = tokens_per_ms
+        self.ignore_eos = ignore_eos
+        self.runner = ModelRunner(target)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingSettings = GREEDY,
+        stop: tuple[str, ...] = (),
+    ) -> Generation:
+        """Continue ``prompt`` (token ids) until EOS, a stop string, ``max_new_tokens`` or the context's end.
+
+        Raises:
+            UserError: empty prompt, or one that fills the target's context.
+        """
+        started = perf_counter()
+        room = self.target.context_limit - len(prompt)
+        if len(prompt) == 0:
+            raise UserError("the prompt is empty; give at least one token.")
+        if room < 1:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, but {self.target.name} holds {self.target.context_limit}; "
+                "shorten the prompt."
+            )
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+        limit, reason = (max_new_tokens, "length") if max_new_tokens <= room else (room, "context")
+        eos = () if self.ignore_eos else self.target.eos_token_ids
+        stopper = StopChecker(eos, limit, reason, stop, self.target.tokenizer)  # type: ignore[arg-type]
+        chooser = TokenChooser(sampling)
+        metrics = DecodingMetrics(prompt_tokens=len(prompt), calls=[0] * len(self.drafters))
+
+        text = list(prompt)
+        self._begin(text, len(prompt) + limit)
+        metrics.prefill_ms = (perf_counter() - started) * 1000
+        costs = self._request_costs(len(prompt))
+        finish: Finish | None = None
+        while finish is None:
+            max_depth = stopper.remaining - 1
+            tree = self._draft(text[-1], max_depth, costs, metrics)
+            finish = self._verify_and_commit(tree, text, chooser, stopper, metrics)
+
+        metrics.tokens = len(stopper.emitted)
+        metrics.processed = {self.target.name: self.runner.tokens_processed} | {
+            drafter.name: drafter.tokens_processed for drafter in self.drafters
+        }
+        metrics.seconds = perf_counter() - started
+        return Generation(stopper.emitted, stopper.text(), finish, metrics)
+
+    def _begin(self, text: list[int], length: int) -> None:
+        """Start a request: the target processes all but the last token, which is the first root."""
+        capacity = length + self.settings.verified_sizes[-1] + 1
+        tokens = np.array(text, np.int64)
+        self.runner.reset(capacity)
+        self.runner.prefill(tokens[:-1])
+        for drafter in self.drafters:
+            drafter.begin(capacity)
+            drafter.extend(tokens)
+
+    def _request_costs(self, prompt_tokens: int) -> RequestCosts:
+        if self.costs is None:
+            return RequestCosts(prompt_tokens, 1.0, (1.0,) * (len(self.drafters) - 1))
+        return request_costs(self.costs, prompt_tokens)
+
+    def _draft(self, root: int, max_depth: int, costs: RequestCosts, metrics: DecodingMetrics) -> DraftTree:
+        tree = DraftTree(root, len(self.drafters))
+        if max_depth < 1 or not self.drafters:
+            return tree
+        prefix: tuple[int, ...] = ()
+        for layer in range(1, self.settings.depth + 1):
+            before = perf_counter()
+            action = self.scheduler.choose(SchedulingState(tree, layer, prefix, self.settings, max_depth, costs))
+            decided = perf_counter()
+            drafter = self.drafters[action]
+            drafter.draft(tree, self.settings, layer, max_depth)
+            spent = (perf_counter() - decided) * 1000
+            metrics.scheduler_ms += (decided - before) * 1000
+            if isinstance(drafter, LanguageModelDrafter):
+                metrics.draft_strong_ms += spent
+            else:
+                metrics.draft_light_ms += spent
+            metrics.calls[action] += 1
+            prefix += (action,)
+        return tree
+
+    def _nodes_to_verify(self, tree: DraftTree) -> IntArray:
+        """The verified nodes, ascending."""
+        sizes = self.settings.verified_sizes
+        order, probabilities = verification_order(tree, sizes[-1])
+        count = sizes[-1]
+        if self.costs is not None and len(order):
+            verify_ms = self.costs.verify_ms(sizes, self.runner.committed)
+            count = sizes[choose_size(accepted_mass(probabilities, sizes), verify_ms, self.tokens_per_ms)]
+        return np.sort(order[:count])
+
+    def _verify_and_commit(
+        self, tree: DraftTree, text: list[int], chooser: TokenChooser, stopper: StopChecker, metrics: DecodingMetrics
+    ) -> Finish | None:
+        nodes = self._nodes_to_verify(tree)
+        before = perf_counter()
+        logits = verify(self.runner, tree, nodes)
+        accepted: list[int] = []
+        finish: Finish | None = None
+        root_at = len(text)
+        for token, node in walk(tree, nodes, logits, chooser, text):
+            text.append(token)
+            if node is not None:
+                accepted.append(node)
+            finish = stopper.add(token)
+            if finish is not None:
+                break
+        metrics.verify_ms += (perf_counter() - before) * 1000
+        metrics.verified_nodes += len(nodes)
+        metrics.count_step(len(accepted))
+        slots = np.searchsorted(nodes, accepted) + 1 + self.runner.committed
+        self.runner.commit([self.runner.committed, *slots.tolist()])
+        path, emitted = np.array(accepted, np.int64), np.array(text[root_at:], np.int64)
+        for drafter in self.drafters:
+            drafter.commit(tree, path)
+            drafter.extend(emitted)
+        return finish
+
+
+def request_costs(costs: CostModel, prompt_tokens: int) -> RequestCosts:
+    """What a scheduler is told about the hardware: the cost of one token in each model after the prompt."""
+    strong = range(1, len(costs.drafters))
+    drafter_ms = tuple(float(costs.layer_ms(j, 1, prompt_tokens)) for j in strong)
+    return RequestCosts(prompt_tokens, float(costs.verify_ms(0, prompt_tokens)), drafter_ms)

@@ -1,0 +1,107 @@
+"""Runs one language model over committed tokens and draft-tree nodes without ever processing a token twice.
+
+Both the decoder (target and drafters) and the value system drive their models through this class.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from treegraft.cache import TreeCache
+from treegraft.models import LanguageModel
+from treegraft.tree import BoolArray, IntArray
+
+PREFILL_CHUNK = 512  # bounds the mask and the activations of a long prompt
+
+
+class ModelRunner:
+    """A model with its KV cache.
+
+    ``committed`` tokens of the text have their KV in slots [0, committed); slots behind them belong to nodes of the
+    current tree. ``tokens_processed`` counts every token that went through the model since ``reset``.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        self.device = next(model.module.parameters()).device
+        self.dtype = next(model.module.parameters()).dtype
+        self._lowest = torch.finfo(self.dtype).min
+        self.reset(0)
+
+    def reset(self, capacity: int) -> None:
+        """Forget everything; make room for ``capacity`` tokens (it grows when needed)."""
+        cache: TreeCache | None = getattr(self, "cache", None)
+        if cache is None or cache.capacity < capacity:
+            # Buffers of an earlier request that are large enough serve again.
+            cache = TreeCache(self.model.module.config.get_text_config().num_hidden_layers, capacity)
+        cache.truncate(0)
+        self.cache = cache
+        self.committed = 0
+        self.tokens_processed = 0
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: IntArray, positions: IntArray, visible: BoolArray, keep: Sequence[int] | slice
+    ) -> torch.Tensor:
+        """Process tokens at the next free slots.
+
+        Args:
+            tokens, positions: int64 [n].
+            visible: bool [n, w]: which of the LAST w slots (these n tokens included) each token attends to; all slots
+                before them are visible to every token.
+            keep: the rows whose logits are wanted, a list or a slice of range(n).
+
+        Returns:
+            float [len(keep), vocabulary], on the model's device.
+        """
+        n, window = visible.shape
+        total = self.cache.length + n
+        self.cache.reserve(_rounded(total))
+        mask = torch.zeros(n, total, dtype=self.dtype)
+        mask[:, total - window :].masked_fill_(torch.from_numpy(~visible), self._lowest)
+        rows = np.arange(n)[keep] if isinstance(keep, slice) else np.asarray(keep, np.int64)
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(tokens)[None].to(self.device),
+            "position_ids": torch.from_numpy(positions)[None].to(self.device),
+            "attention_mask": mask[None, None].to(self.device),
+            "cache": self.cache,
+            "use_cache": True,
+            "logits_to_keep": torch.from_numpy(rows).to(self.device),
+        }
+        self.tokens_processed += n
+        logits: torch.Tensor = self.model.module(**inputs).logits[0]
+        return logits
+
+    def prefill(self, tokens: IntArray, keep_from: int | None = None) -> torch.Tensor:
+        """Process committed tokens that follow those already in the cache.
+
+        Args:
+            tokens: int64 [n].
+            keep_from: logits of tokens[keep_from:] are returned; None for none.
+
+        Returns:
+            float [n - keep_from, vocabulary] (or [0, vocabulary]).
+        """
+        first = len(tokens) if keep_from is None else keep_from
+        logits = []
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            positions = np.arange(self.committed, self.committed + len(chunk))
+            keep = slice(max(first - start, 0), len(chunk))
+            logits.append(self.forward(chunk, positions, np.tri(len(chunk), dtype=np.bool_), keep))
+            self.committed += len(chunk)
+        if not logits:
+            return torch.empty(0, self.model.vocab_size, dtype=self.dtype, device=self.device)
+        return torch.cat(logits)
+
+    def commit(self, slots: list[int]) -> None:
+        """Make the tree slots ``slots`` (in text order) the next committed tokens and forget the other tree slots."""
+        self.cache.keep(self.committed, slots)
+        self.committed += len(slots)
+
+
+def _rounded(tokens: int) -> int:
+    """Capacity in steps of 256 slots, so that a growing text seldom moves its cache."""
+    return -(-tokens // 256) * 256

@@ -1,0 +1,1 @@
+"""Scheduling: which drafter acts in the next layer."""

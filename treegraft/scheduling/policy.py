@@ -1,0 +1,54 @@
+"""Schedulers: one protocol; never, always, a fixed schedule, and one learned from traces."""
+
+from typing import Protocol
+
+import numpy as np
+
+from treegraft.errors import UserError
+from treegraft.scheduling.features import SchedulingState, features
+from treegraft.scheduling.network import MarginNetwork
+
+
+class Scheduler(Protocol):
+    """Decides layer by layer which drafter acts."""
+
+    def choose(self, state: SchedulingState) -> int:
+        """The action for ``state.layer``: a drafter's index, 0 being the light one."""
+        ...
+
+
+class FixedSchedule:
+    """The same action in a layer at every step; layers beyond the given ones skip (action 0)."""
+
+    def __init__(self, actions: tuple[int, ...]) -> None:
+        self.actions = actions
+
+    def choose(self, state: SchedulingState) -> int:
+        return self.actions[state.layer - 1] if state.layer <= len(self.actions) else 0
+
+
+def never() -> FixedSchedule:
+    """Only the light drafter acts."""
+    return FixedSchedule(())
+
+
+def always(depth: int, drafter: int = 1) -> FixedSchedule:
+    """The given drafter acts in every layer."""
+    return FixedSchedule((drafter,) * depth)
+
+
+class LearnedScheduler:
+    """Calls the drafter with the largest positive margin, else skips."""
+
+    def __init__(self, network: MarginNetwork, names: list[str], expected: list[str]) -> None:
+        if names != expected:
+            different = sorted(set(names) ^ set(expected)) or ["their order"]
+            raise UserError(
+                f"the scheduler was made for other features ({', '.join(different[:5])} differ); train one here."
+            )
+        self.network = network
+
+    def choose(self, state: SchedulingState) -> int:
+        margins = self.network.margins(features(state))
+        best = int(np.argmax(margins))
+        return best + 1 if margins[best] > 0 else 0

@@ -1,0 +1,68 @@
+"""When a request ends: EOS, a stop string, the length limit or the context's end, checked token by token in order."""
+
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+Finish = Literal["eos", "stop", "length", "context"]
+
+
+class StopChecker:
+    """Decides after every emitted token whether the request ends there.
+
+    A token that ends the text for its meaning (EOS, stop string) says so even when it is also the last one allowed.
+
+    Args:
+        eos: token ids that end a text; stop: strings that end it (cut from the text, with all behind them).
+        limit: emitted tokens at most; limit_reason: what a text of that length ran into.
+        tokenizer: needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        eos: tuple[int, ...],
+        limit: int,
+        limit_reason: Finish = "length",
+        stop: tuple[str, ...] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.eos = frozenset(eos)
+        self.limit = limit
+        self.limit_reason = limit_reason
+        self.stop = stop
+        self.tokenizer = tokenizer
+        self.emitted: list[int] = []
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.limit - len(self.emitted)
+
+    def add(self, token: int) -> Finish | None:
+        """Note an emitted token; says why the text ends with it, or None when it goes on."""
+        self.emitted.append(token)
+        if token in self.eos:
+            return "eos"
+        if self.stop and self._stop_at() is not None:
+            return "stop"
+        if len(self.emitted) >= self.limit:
+            return self.limit_reason
+        return None
+
+    def text(self) -> str:
+        """The emitted text without special tokens and without a stop string or what follows it."""
+        if self.tokenizer is None:
+            return ""
+        text = self._decoded()
+        at = self._stop_at() if self.stop else None
+        return text if at is None else text[:at]
+
+    def _stop_at(self) -> int | None:
+        """Where the first stop string begins in the text; a string may begin and end inside tokens."""
+        text = self._decoded()
+        places = [text.find(string) for string in self.stop]
+        return min((place for place in places if place >= 0), default=None)
+
+    def _decoded(self) -> str:
+        assert self.tokenizer is not None
+        return str(self.tokenizer.decode(self.emitted, skip_special_tokens=True))

@@ -1,0 +1,92 @@
+"""Turns scores into probabilities of being the target's choice, fitted on the target's own answers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treegraft.drafters.ngram import NgramIndex, prior_table
+from treegraft.errors import UserError
+from treegraft.settings import NgramSettings
+from treegraft.tree import IntArray
+
+TEMPERATURES = np.round(np.geomspace(0.3, 3.0, 31), 4)
+PRIOR_TRIALS = 4.0  # how many observations the prior table counts for
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Both kinds of scores; lives in the scheduler checkpoint."""
+
+    ngram_table: NDArray[np.float64]
+    """[max_match, branches]: chance that a continuation is the target's next token, by match length and rank."""
+    temperatures: tuple[float, ...]
+    """Of each drafter, [m]; 1 for a drafter that is no model."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``from_json`` reads."""
+        return {"ngram_table": np.round(self.ngram_table, 6).tolist(), "temperatures": list(self.temperatures)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Calibration":
+        """Raises UserError where a part is missing or is no probability or temperature."""
+        try:
+            table = np.array(data["ngram_table"], np.float64)
+            temperatures = tuple(float(value) for value in data["temperatures"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"the calibration lacks or misnames a part ({error}); run stage label again.") from error
+        if table.ndim != 2 or not ((table > 0) & (table <= 1)).all() or not all(t > 0 for t in temperatures):
+            raise UserError(
+                "the calibration holds a value that is no probability or temperature; run stage label again."
+            )
+        return Calibration(table, temperatures)
+
+
+class NgramCounts:
+    """Hits and trials of n-gram continuations, by match length and rank."""
+
+    def __init__(self, settings: NgramSettings) -> None:
+        self.settings = settings
+        shape = (settings.max_match, settings.branches)
+        self.hits = np.zeros(shape)
+        self.trials = np.zeros(shape)
+
+    def add(self, text: IntArray, prompt_tokens: int) -> None:
+        """Count every position of an answer (text: int64 [S], prompt and answer)."""
+        tokens = text.tolist()
+        index = NgramIndex(self.settings.max_match)
+        index.append(tokens)
+        for at in range(prompt_tokens, len(tokens)):
+            suffix = tokens[max(0, at - self.settings.max_match) : at]
+            for rank, (token, match) in enumerate(index.continuations(suffix, self.settings.branches, at)):
+                self.trials[match - 1, rank] += 1
+                self.hits[match - 1, rank] += token == tokens[at]
+
+    def table(self) -> NDArray[np.float64]:
+        """Beta-smoothed chances, strictly between 0 and 1."""
+        prior = prior_table(self.settings)
+        chances: NDArray[np.float64] = (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
+        return chances
+
+
+class TemperatureFit:
+    """Negative log-likelihood of the target's tokens under a drafter, on a grid of temperatures."""
+
+    def __init__(self) -> None:
+        self.loss = np.zeros(len(TEMPERATURES))
+
+    @torch.inference_mode()
+    def add(self, logits: torch.Tensor, chosen: IntArray) -> None:
+        """logits: [n, vocabulary] of the drafter; chosen: int64 [n], the target's token after each position."""
+        target = torch.from_numpy(chosen).to(logits.device)[:, None]
+        logits = logits.float()
+        for i, temperature in enumerate(TEMPERATURES):
+            scaled = logits / float(temperature)
+            picked = scaled.gather(1, target)[:, 0]
+            self.loss[i] += float((torch.logsumexp(scaled, dim=-1) - picked).double().sum())
+
+    def temperature(self) -> float:
+        """The likeliest temperature of the grid; 1 where nothing was added."""
+        return float(TEMPERATURES[int(self.loss.argmin())]) if self.loss.any() else 1.0
