@@ -1,0 +1,677 @@
+"""From measured runs to the report: pure functions, no files.
+
+`build_report` turns the rows of runs.jsonl, summary.json and distill.json into the dictionary that becomes report.json;
+`check_report` refuses a dictionary that lacks a key, holds NaN, or is null where a number must be.
+
+Counting. A token is a token that was emitted. A step is one forward of the target that emits; its tokens are the
+accepted draft tokens and the one bonus token, so tokens per step of plain decoding is 1. Sums are divided once, at the
+end: the speed-up of a method is (its tokens / its seconds) / (plain's tokens / plain's seconds), no mean of ratios.
+
+Intervals are 95% percentile bootstrap intervals over prompts. They are paired: a drawn prompt brings all its turns and
+repeats of every method. One prompt alone has no interval (null).
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from treegraft.errors import UserError
+
+SCHEMA = "treegraft-report/1"
+METHODS = ("plain", "ngram", "strong", "fixed", "treegraft", "hf_prompt_lookup", "hf_assisted")
+OWN_METHODS = METHODS[:5]
+DRAFTING_METHODS = METHODS[1:5]
+SINGLE_METHODS = ("ngram", "strong")
+TIME_PARTS = ("draft_light", "draft_strong", "verify", "scheduler", "other")
+LABELS = {
+    "plain": "plain",
+    "ngram": "n-grams only",
+    "strong": "strong only",
+    "fixed": "best fixed",
+    "treegraft": "TreeGraft",
+    "hf_prompt_lookup": "HF lookup",
+    "hf_assisted": "HF assisted",
+    "oracle": "oracle",
+    "student": "student (TreeGraft)",
+}
+_SUMMARY_KEYS = ("mean", "max", "min")  # beside the benchmarks in over_best_single, so no benchmark may be called so
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    """Keys that are named must be there and of their type; more keys are welcome."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+# -------------------------------------------------------------------------------------------------- what evaluate wrote
+
+
+class Divergence(_Strict):
+    """Where a text left plain decoding's: the index of the token and the target's logit gap between the two choices."""
+
+    token: Count
+    logit_gap: NotNegative | None = None
+
+
+class TimeSplit(_Strict):
+    """Milliseconds by what they were spent on."""
+
+    draft_light: NotNegative
+    draft_strong: NotNegative
+    verify: NotNegative
+    scheduler: NotNegative
+    other: NotNegative
+
+
+class Run(_Strict):
+    """One line of runs.jsonl: one turn of one prompt, decoded by one method once.
+
+    What only this project's engine can count (steps, layers, acceptance, time split) may be null for hf_* methods;
+    acceptance and the time split may be null for plain as well.
+    """
+
+    prompt_id: Name
+    turn: Count
+    bench: Name
+    method: Name
+    repeat: Count
+    tokens: Count
+    seconds: Positive
+    steps: Count | None = None
+    calls: list[Count] | None = None
+    strong_calls: Count | None = None
+    accepted_by_depth: list[Count] | None = None
+    time_ms: TimeSplit | None = None
+    divergence: Divergence | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.method not in METHODS:
+            raise ValueError(f"method '{self.method}' is not one of {', '.join(METHODS)}")
+        if self.bench in _SUMMARY_KEYS:
+            raise ValueError(f"a benchmark may not be called '{self.bench}', which is a key of over_best_single")
+        if self.method in OWN_METHODS and self.steps is None:
+            raise ValueError(f"steps is missing, which method '{self.method}' must have")
+        if self.method in DRAFTING_METHODS:
+            for field in ("strong_calls", "accepted_by_depth", "time_ms"):
+                if getattr(self, field) is None:
+                    raise ValueError(f"{field} is missing, which method '{self.method}' must have")
+        accepted = self.accepted_by_depth or []
+        if accepted and self.steps is not None and accepted != sorted(accepted, reverse=True):
+            raise ValueError("accepted_by_depth rises with depth")
+        if accepted and self.steps is not None and accepted[0] > self.steps:
+            raise ValueError("accepted_by_depth counts more steps than there were")
+        return self
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What two methods must share to be compared: (prompt, turn, repeat)."""
+        return self.prompt_id, self.turn, self.repeat
+
+
+class Identity(_Strict):
+    """How far the texts equal those of plain decoding."""
+
+    dtype: Name
+    compared_tokens: Count
+    divergences: Count
+    max_logit_gap: NotNegative | None
+
+
+class ReplayRates(_Strict):
+    """Modelled tokens per millisecond by method (and "oracle"), over all prompts and by benchmark."""
+
+    tokens_per_ms: dict[str, NotNegative | None] = Field(default_factory=dict)
+    benches: dict[str, dict[str, NotNegative | None]] = Field(default_factory=dict)
+
+
+class CalibrationBin(_Strict):
+    """Nodes whose predicted probability of acceptance was alike: mean prediction, share accepted, number of nodes."""
+
+    predicted: Annotated[float, Field(ge=0, le=1)]
+    observed: Annotated[float, Field(ge=0, le=1)]
+    count: Count
+
+
+class Summary(_Strict):
+    """summary.json of the evaluate stage."""
+
+    device: dict[str, Any] | Name
+    settings: dict[str, Any]
+    identity: Identity
+    replay: ReplayRates | None = None
+    calibration: list[CalibrationBin] | None = None
+    started: Name
+    ended: Name
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+
+def parse_run(line: str, where: str) -> Run:
+    """One line of runs.jsonl as a `Run`; UserError that names `where` if it is not one."""
+    try:
+        return Run.model_validate_json(line)
+    except ValidationError as error:
+        raise UserError(f"{where} is not a run of the evaluate stage: {_first_problem(error)}") from error
+
+
+def parse_summary(data: Any, where: str) -> Summary:
+    """summary.json's content as a `Summary`; UserError that names `where` if it is not one."""
+    try:
+        return Summary.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{where} is not a summary of the evaluate stage: {_first_problem(error)}") from error
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
+
+
+# ----------------------------------------------------------------------------------------------------- paired bootstrap
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Tokens and seconds of one method, summed over the turns and repeats of each prompt."""
+
+    tokens: np.ndarray  # float64 [prompts]
+    seconds: np.ndarray  # float64 [prompts]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all prompts."""
+        return float(self.tokens.sum() / self.seconds.sum())
+
+    def drawn_rates(self, draws: np.ndarray) -> np.ndarray:
+        """Tokens per second of each resample. draws: int [resamples, prompts]; returns float64 [resamples].
+
+        A product and a sum, not a matrix product: equal inputs then give equal bits, so a method that equals plain
+        has a speed-up of exactly 1.
+        """
+        return np.asarray((draws * self.tokens).sum(axis=1) / (draws * self.seconds).sum(axis=1))
+
+
+def draw_prompts(prompts: int, resamples: int, seed: int, name: str) -> np.ndarray | None:
+    """How often each prompt is drawn in each resample: int [resamples, prompts]; None for fewer than two prompts.
+
+    `name` (a benchmark) is part of the seed, so that another benchmark leaves the intervals of the rest as they were.
+    """
+    if prompts < 2:
+        return None
+    random = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    return random.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+
+
+def drawn_ratios(method: Sums, base: Sums, draws: np.ndarray | None) -> np.ndarray | None:
+    """Rate of `method` over rate of `base` in each resample: float64 [resamples], NaN where base emitted nothing."""
+    if draws is None:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = method.drawn_rates(draws) / base.drawn_rates(draws)
+    return np.where(np.isfinite(ratios), ratios, np.nan)
+
+
+def percentile_interval(ratios: np.ndarray | None) -> dict[str, float | None]:
+    """The 2.5th and 97.5th percentile as {low, high}; null where there is nothing to resample."""
+    if ratios is None or np.isnan(ratios).all():
+        return {"low": None, "high": None}
+    low, high = np.nanpercentile(ratios, [2.5, 97.5])
+    return {"low": float(low), "high": float(high)}
+
+
+# ---------------------------------------------------------------------------------------------------------- aggregation
+
+
+def group_runs(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+    """Runs by benchmark (in order of name) and method.
+
+    UserError if a run is there twice, if a method of this project is missing from a benchmark, or if a method lacks a
+    prompt, turn or repeat that plain has: rates over different prompts must not be compared.
+    """
+    if not runs:
+        raise UserError("runs.jsonl holds no run: run evaluate again")
+    groups: dict[str, dict[str, list[Run]]] = {}
+    seen = set()
+    for run in runs:
+        if (run.method, run.bench, run.key) in seen:
+            raise UserError(
+                f"runs.jsonl holds prompt {run.prompt_id}, turn {run.turn}, repeat {run.repeat} twice for "
+                f"{run.method}: delete the evaluation's folder and run evaluate again"
+            )
+        seen.add((run.method, run.bench, run.key))
+        groups.setdefault(run.bench, {}).setdefault(run.method, []).append(run)
+    for bench, methods in groups.items():
+        for method in OWN_METHODS:
+            if method not in methods:
+                raise UserError(f"runs.jsonl has no run of {method} on {bench}: run evaluate again")
+        expected = {run.key for run in methods["plain"]}
+        for method, rows in methods.items():
+            differing = expected ^ {run.key for run in rows}
+            if differing:
+                prompt, turn, repeat = min(differing)
+                raise UserError(
+                    f"runs.jsonl has prompt {prompt}, turn {turn}, repeat {repeat} of {bench} for only one of "
+                    f"plain and {method}: run evaluate again"
+                )
+        for method in OWN_METHODS:
+            if not sum(run.tokens for run in methods[method]):
+                raise UserError(f"{method} emitted no token on {bench}: look at its prompts, then run evaluate again")
+    return dict(sorted(groups.items()))
+
+
+def sum_by_prompt(rows: Iterable[Run], prompts: Sequence[str]) -> Sums:
+    """Sums of one method's rows, one entry per prompt in the order of `prompts`."""
+    place = {prompt: index for index, prompt in enumerate(prompts)}
+    tokens, seconds = np.zeros(len(prompts)), np.zeros(len(prompts))
+    # In the order of the key, so that the sums do not depend on the shuffled order in which methods were run.
+    for run in sorted(rows, key=lambda run: run.key):
+        tokens[place[run.prompt_id]] += run.tokens
+        seconds[place[run.prompt_id]] += run.seconds
+    return Sums(tokens, seconds)
+
+
+def summarise(rows: Sequence[Run], sums: Sums, plain: Sums, draws: np.ndarray | None) -> dict[str, Any]:
+    """One method on one benchmark, with the keys of benchmarks.<bench>.<method>.
+
+    acceptance_by_depth[d] is the share of steps that accepted more than d draft tokens; time_split_ms are sums.
+    """
+    tokens = sum(run.tokens for run in rows)
+    seconds = math.fsum(run.seconds for run in rows)
+    steps = _total(run.steps for run in rows)
+    strong_calls = _total(run.strong_calls for run in rows)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "speedup": {"mean": sums.rate / plain.rate, **percentile_interval(drawn_ratios(sums, plain, draws))},
+        "tokens_per_step": _share(tokens, steps),
+        "steps": steps,
+        "strong_calls_per_step": _share(strong_calls, steps),
+        "acceptance_by_depth": _acceptance([run.accepted_by_depth for run in rows], steps),
+        "time_split_ms": _time_split([run.time_ms for run in rows]),
+        "calls_per_step": _calls_per_step([run.calls for run in rows], steps),
+        "divergences": sum(run.divergence is not None for run in rows),
+    }
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
+
+
+def _share(count: int | None, steps: int | None) -> float | None:
+    return None if count is None or not steps else count / steps
+
+
+def _acceptance(counts: Sequence[list[int] | None], steps: int | None) -> list[float] | None:
+    known = [row for row in counts if row is not None]
+    if len(known) < len(counts) or not steps:
+        return None
+    depth = max(len(row) for row in known)
+    return [sum(row[level] for row in known if level < len(row)) / steps for level in range(depth)]
+
+
+def _calls_per_step(calls: Sequence[list[int] | None], steps: int | None) -> list[float] | None:
+    known = [row for row in calls if row is not None]
+    if len(known) < len(calls) or not steps:
+        return None
+    drafters = max(len(row) for row in known)
+    return [sum(row[index] for row in known if index < len(row)) / steps for index in range(drafters)]
+
+
+def _time_split(splits: Sequence[TimeSplit | None]) -> dict[str, float] | None:
+    known = [split for split in splits if split is not None]
+    if len(known) < len(splits):
+        return None
+    return {part: math.fsum(getattr(split, part) for split in known) for part in TIME_PARTS}
+
+
+def _by_method(rows: Mapping[str, Sequence[Run]], sums: Mapping[str, Sums], draws: np.ndarray | None) -> dict[str, Any]:
+    return {
+        method: summarise(rows[method], sums[method], sums["plain"], draws) if method in rows else None
+        for method in METHODS
+    }
+
+
+def build_report(
+    pair: str,
+    runs: Sequence[Run],
+    summary: Summary,
+    distill: Mapping[str, Any] | None,
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The report of one pair as strict JSON data; the same input gives the same report.
+
+    distill: metrics of the distill stage, or None. resamples, seed: of the bootstrap.
+    UserError for runs that cannot be compared (see `group_runs`).
+    """
+    groups = group_runs(runs)
+    benchmarks, over_best, over_best_mean = _by_bench(groups, resamples, seed)
+    overall = _over_all(groups, resamples, seed)
+    ratios = [entry["ratio"] for entry in over_best.values()]
+    report = {
+        "schema": SCHEMA,
+        "pair": pair,
+        "device": summary.device,
+        "settings": summary.settings,
+        "created": summary.ended,  # of the measurement, not of this file: equal inputs give equal bytes
+        "headline": _headline(overall["treegraft"]["speedup"], over_best_mean, over_best),
+        "benchmarks": benchmarks,
+        "overall": overall,
+        "over_best_single": {
+            **over_best,
+            "mean": over_best_mean["ratio"],
+            "max": max(ratios),
+            "min": min(ratios),
+        },
+        "oracle": _oracle(summary.replay),
+        "replay": _replay(summary.replay or ReplayRates(), benchmarks, overall),
+        "calibration": [
+            bin_.model_dump(include={"predicted", "observed", "count"}) for bin_ in summary.calibration or []
+        ],
+        "identity": {
+            **summary.identity.model_dump(),
+            "by_method": {method: overall[method]["divergences"] for method in METHODS if overall[method]},
+        },
+        "baselines": {
+            "best_single": {bench: entry["best"] for bench, entry in over_best.items()},
+            "schedulers": _schedulers(distill),
+        },
+        "hardware": _hardware(summary),
+        "prompts": {
+            bench: {
+                "prompts": len(_prompts(methods["plain"])),
+                "turns": len({(run.prompt_id, run.turn) for run in methods["plain"]}),
+                "repeats": len({run.repeat for run in methods["plain"]}),
+            }
+            for bench, methods in groups.items()
+        },
+        "provenance": {
+            **summary.provenance,
+            "started": summary.started,
+            "ended": summary.ended,
+            "command": f"dvc repro, or pipeline all {pair}",
+            "bootstrap": {"resamples": resamples, "seed": seed, "unit": "prompt"},
+        },
+    }
+    check_report(report)
+    return report
+
+
+def _prompts(rows: Iterable[Run]) -> list[str]:
+    return sorted({run.prompt_id for run in rows})
+
+
+def _by_bench(
+    groups: Mapping[str, Mapping[str, Sequence[Run]]], resamples: int, seed: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Results by benchmark and method; treegraft over the better single drafter by benchmark; and that on average."""
+    benchmarks: dict[str, Any] = {}
+    over_best: dict[str, Any] = {}
+    drawn: list[np.ndarray] = []
+    for bench, rows in groups.items():
+        prompts = _prompts(rows["plain"])
+        sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
+        draws = draw_prompts(len(prompts), resamples, seed, bench)
+        benchmarks[bench] = _by_method(rows, sums, draws)
+        # The better single drafter is chosen once, by its rate over all prompts of the benchmark.
+        best = max(SINGLE_METHODS, key=lambda method: sums[method].rate)
+        ratios = drawn_ratios(sums["treegraft"], sums[best], draws)
+        drawn += [] if ratios is None else [ratios]
+        ratio = sums["treegraft"].rate / sums[best].rate
+        over_best[bench] = {"ratio": ratio, **percentile_interval(ratios), "best": best}
+    # The mean over benchmarks has an interval only where each of them has one.
+    mean_drawn = np.stack(drawn).mean(axis=0) if len(drawn) == len(groups) else None
+    mean = math.fsum(entry["ratio"] for entry in over_best.values()) / len(over_best)
+    return benchmarks, over_best, {"ratio": mean, **percentile_interval(mean_drawn)}
+
+
+def _over_all(groups: Mapping[str, Mapping[str, Sequence[Run]]], resamples: int, seed: int) -> dict[str, Any]:
+    """Results by method over the prompts of all benchmarks together; null for methods that some benchmark lacks."""
+    rows = {
+        method: [run for methods in groups.values() for run in methods[method]]
+        for method in METHODS
+        if all(method in methods for methods in groups.values())
+    }
+    prompts = _prompts(rows["plain"])
+    sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
+    return _by_method(rows, sums, draw_prompts(len(prompts), resamples, seed, ""))
+
+
+# -------------------------------------------------------------------------------------------------- replay and headline
+
+
+def _divide(number: float | None, by: float | None) -> float | None:
+    return None if number is None or not by else number / by
+
+
+def _replay(rates: ReplayRates, benchmarks: Mapping[str, Any], overall: Mapping[str, Any]) -> dict[str, Any]:
+    """What replay on the tables predicts beside what the clock measured: treegraft overall, and every cell."""
+
+    def cells(name: str, modelled: Mapping[str, float | None], measured: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        for method in DRAFTING_METHODS:
+            yield {
+                "bench": name,
+                "method": method,
+                "predicted_speedup": _divide(modelled.get(method), modelled.get("plain")),
+                "measured_speedup": measured[method]["speedup"]["mean"],
+            }
+
+    return {
+        "predicted_speedup": _divide(rates.tokens_per_ms.get("treegraft"), rates.tokens_per_ms.get("plain")),
+        "measured_speedup": overall["treegraft"]["speedup"]["mean"],
+        "cells": [
+            cell
+            for bench, measured in benchmarks.items()
+            for cell in cells(bench, rates.benches.get(bench, {}), measured)
+        ],
+        "speedup": {
+            method: _divide(rate, rates.tokens_per_ms.get("plain")) for method, rate in rates.tokens_per_ms.items()
+        },
+    }
+
+
+def headroom(rates: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The oracle's speed over the better single drafter, and the share of that headroom which treegraft captured.
+
+    The share is null where the oracle is no faster than that drafter, and below 0 where treegraft is slower than it.
+    """
+    single = [rate for rate in (rates.get(method) for method in SINGLE_METHODS) if rate is not None]
+    best = max(single) if len(single) == len(SINGLE_METHODS) else None
+    oracle, ours = rates.get("oracle"), rates.get("treegraft")
+    captured = None
+    if best is not None and oracle is not None and ours is not None and oracle > best:
+        captured = (ours - best) / (oracle - best)
+    return {"over_best_single": _divide(oracle, best), "captured": captured}
+
+
+def _oracle(rates: ReplayRates | None) -> dict[str, Any]:
+    rates = rates or ReplayRates()
+    return {**headroom(rates.tokens_per_ms), "benches": {bench: headroom(row) for bench, row in rates.benches.items()}}
+
+
+def verdict(low: float | None, high: float | None) -> str:
+    """What an interval of a speed ratio shows: faster, slower, undecided (it includes 1) or unknown (no interval)."""
+    if low is None or high is None:
+        return "unknown"
+    return "faster" if low > 1 else "slower" if high < 1 else "undecided"
+
+
+def compare(ratio: float, low: float | None, high: float | None, other: str) -> str:
+    """A speed ratio as the end of a sentence that begins with who is compared."""
+    interval = "no interval from so few prompts" if low is None else f"95% interval {low:.2f} to {high:.2f}"
+    times = f"{ratio:.2f}"
+    if times == "1.00":
+        return f"is as fast as {other} (1.00 times its speed, {interval})"
+    if ratio < 1:
+        return f"is slower than {other}: {times} times its speed ({interval})"
+    return f"is {times} times as fast as {other} ({interval})"
+
+
+def _headline(speedup: Mapping[str, Any], mean: Mapping[str, Any], by_bench: Mapping[str, Any]) -> dict[str, Any]:
+    over_plain = verdict(speedup["low"], speedup["high"])
+    over_best = verdict(mean["low"], mean["high"])
+    text = f"TreeGraft {compare(speedup['mean'], speedup['low'], speedup['high'], 'plain decoding')}."
+    compared = compare(mean["ratio"], mean["low"], mean["high"], "the better single drafter")
+    if len(by_bench) == 1:
+        best = f"It {compared}."
+    else:
+        best = f"On average over benchmarks it {compared}"
+        least, most = (choose(by_bench, key=lambda bench: by_bench[bench]["ratio"]) for choose in (min, max))
+        best += f"; from {by_bench[least]['ratio']:.2f} ({least}) to {by_bench[most]['ratio']:.2f} ({most})."
+    if over_best == "undecided":
+        best += " That interval includes 1: these prompts do not show a difference."
+    return {
+        "text": text,
+        "ratio": speedup["mean"],
+        "low": speedup["low"],
+        "high": speedup["high"],
+        "verdict": over_plain,
+        "over_best_single": {"text": best, **mean, "verdict": over_best},
+    }
+
+
+def _schedulers(distill: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Replayed tokens/ms of each scheduler on validation and test prompts, as the distill stage compared them."""
+    replayed = (distill or {}).get("replay", {})
+    splits = {split: replayed.get(split) or {} for split in ("validation", "test")}
+    names = list(dict.fromkeys(name for rates in splits.values() for name in rates))
+    return {name: {split: rates.get(name) for split, rates in splits.items()} for name in names}
+
+
+def _hardware(summary: Summary) -> dict[str, Any]:
+    device = summary.device if isinstance(summary.device, dict) else {"name": summary.device}
+    return {**device, "dtype": summary.identity.dtype}
+
+
+# -------------------------------------------------------------------------------------------------------- the validator
+
+
+class _Interval(_Strict):
+    mean: Finite
+    low: Finite | None
+    high: Finite | None
+
+
+class _Ratio(_Strict):
+    ratio: Finite
+    low: Finite | None
+    high: Finite | None
+
+
+class _Method(_Strict):
+    """What any method has; what only this project's engine counts may be null."""
+
+    tokens: Count
+    seconds: Positive
+    tokens_per_s: NotNegative
+    speedup: _Interval
+    tokens_per_step: NotNegative | None
+    steps: Count | None
+    strong_calls_per_step: NotNegative | None
+    acceptance_by_depth: list[NotNegative] | None
+    time_split_ms: TimeSplit | None
+
+
+class _Plain(_Method):
+    tokens_per_step: NotNegative
+    steps: Count
+
+
+class _Drafting(_Plain):
+    strong_calls_per_step: NotNegative
+    acceptance_by_depth: list[NotNegative]
+    time_split_ms: TimeSplit
+
+
+class _Bench(_Strict):
+    plain: _Plain
+    ngram: _Drafting
+    strong: _Drafting
+    fixed: _Drafting
+    treegraft: _Drafting
+    hf_prompt_lookup: _Method | None
+    hf_assisted: _Method | None
+
+
+class _OverBest(_Strict):
+    mean: Finite
+    max: Finite
+    min: Finite
+    # The benchmarks are the extra keys; pydantic checks each of them against this annotation.
+    __pydantic_extra__: dict[str, _Ratio]
+
+
+class _Oracle(_Strict):
+    over_best_single: Finite | None
+    captured: Finite | None
+
+
+class _Replay(_Strict):
+    predicted_speedup: Finite | None
+    measured_speedup: Finite
+
+
+class _Report(_Strict):
+    schema_: Name = Field(alias="schema")
+    pair: Name
+    device: dict[str, Any] | Name
+    settings: dict[str, Any]
+    created: Name
+    benchmarks: Annotated[dict[str, _Bench], Field(min_length=1)]
+    over_best_single: _OverBest
+    oracle: _Oracle
+    replay: _Replay
+    identity: Identity
+
+    @model_validator(mode="after")
+    def _same_benchmarks(self) -> Self:
+        differing = set(self.benchmarks) ^ set(self.over_best_single.__pydantic_extra__)
+        if differing:
+            raise ValueError(f"only one of benchmarks and over_best_single has {', '.join(sorted(differing))}")
+        return self
+
+
+def check_report(report: dict[str, Any]) -> None:
+    """ValueError with every problem if `report` lacks a key, is null where it may not be, or is not strict JSON."""
+    problems = [f"{path} is {value}" for path, value in _not_finite(report, "")]
+    try:
+        _Report.model_validate(report)
+    except ValidationError as error:
+        problems += [
+            f"{'.'.join(map(str, problem['loc'])) or 'report'}: {problem['msg']}"
+            for problem in error.errors(include_url=False, include_input=False)
+        ]
+    try:
+        json.dumps(report, allow_nan=True)
+    except TypeError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("not a report: " + "; ".join(problems))
+
+
+def _not_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    """Path and value of each NaN or infinity, in extra keys too."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _not_finite(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _not_finite(inner, f"{path}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield path, value

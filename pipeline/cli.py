@@ -1,0 +1,156 @@
+"""The command ``pipeline``: the one place that touches arguments and exit codes.
+
+It imports nothing heavy before it knows the stage, so that ``--help`` and mistakes answer at once.
+"""
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from pipeline.stages import STAGES, Stage, write_sections
+from treegraft.errors import UserError
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments`` (default: those of the process) and return the exit code.
+
+    0: done. 2: the user can mend it; standard error has one sentence. 130: interrupted. `pipeline all` hands on the
+    exit code of the stage that failed. Anything else that goes wrong is a fault of this program and keeps its
+    traceback.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        if options.stage == "all":
+            return _run_all(options.pair, options.set)
+        return _run_stage(STAGES[options.stage], options.pair, options.set, rebuild=getattr(options, "rebuild", False))
+    except UserError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if not _disk_is_full(error):
+            raise
+        return _fail("The disk is full; earlier results are whole: make room and run the same command again.")
+
+
+def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bool) -> int:
+    from pipeline.params import load_pair
+
+    config = load_pair(pair, overrides)
+    # Before torch is imported, because its thread pools are sized then.
+    if config.threads != "auto":
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    # Libraries neither phone home nor chat: a stage's own lines stay readable.
+    for variable, value in {"HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}.items():
+        os.environ.setdefault(variable, value)
+    if rebuild:
+        from pipeline.draft import rebuild as rebuild_drafter
+
+        rebuild_drafter(config)
+    else:
+        stage.run()(config)
+        write_sections(config, stage.sections)
+    return 0
+
+
+def _run_all(pair: str, overrides: Sequence[str]) -> int:
+    """Every stage in its own process, so that the memory of one is free for the next."""
+    from pipeline.params import load_pair
+
+    load_pair(pair, overrides)  # a mistake shows before the first stage starts
+    settings = [argument for override in overrides for argument in ("--set", override)]
+    for number, name in enumerate(STAGES, start=1):
+        print(f"[{number}/{len(STAGES)}] {name} {pair}", file=sys.stderr, flush=True)
+        code = _call([sys.executable, "-m", "pipeline", name, pair, *settings])
+        if code != 0:
+            return code
+    return 0
+
+
+def _call(command: Sequence[str]) -> int:
+    """Run ``command`` to its end; a death by signal n is 128 + n, as shells have it."""
+    with subprocess.Popen(command) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            # The terminal has sent the interrupt to the stage too: let it end in order.
+            process.wait()
+            raise
+    return code if code >= 0 else 128 - code
+
+
+def _fail(sentence: str) -> int:
+    print(f"pipeline: {' '.join(sentence.split())}", file=sys.stderr)
+    return EXIT_USER_ERROR
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    """Whether ``error`` or a cause of it is a full disk; some libraries wrap the system's error as text only."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT))
+        or "No space left on device" in str(cause)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeline",
+        description="Train a scheduler for a model pair of params.yaml and report how fast it decodes. "
+        "Run it in the repository's root folder.",
+    )
+    commands = parser.add_subparsers(dest="stage", metavar="STAGE", required=True)
+    for stage in STAGES.values():
+        command = commands.add_parser(
+            stage.name,
+            help=stage.summary,
+            description=f"{stage.summary[0].upper()}{stage.summary[1:]}.",
+            epilog=_files(stage),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_common(command)
+        if stage.name == "draft":
+            command.add_argument(
+                "--rebuild",
+                action="store_true",
+                help="train the distilled drafter's layers anew (long) and overwrite its file in data/drafters/",
+            )
+    everything = commands.add_parser(
+        "all",
+        help="all stages in this order, each in its own process",
+        description=f"Run {', '.join(STAGES)}; stops at the first that fails, with its exit code.",
+    )
+    _add_common(everything)
+    return parser
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("pair", help="a pair of params.yaml, such as smollm2-135m")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a parameter of the pair, such as distill.epochs=10; may be given several times",
+    )
+
+
+def _files(stage: Stage) -> str:
+    """What ``stage`` reads and writes, for its help."""
+    lines = ["reads:", *(f"  {path}" for path in stage.reads)]
+    lines += [f"  params.yaml: {', '.join(stage.sections)}"] if stage.name != "fetch" else []
+    return "\n".join([*lines, "writes:", *(f"  {path}" for path in stage.writes)])

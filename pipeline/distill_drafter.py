@@ -1,0 +1,366 @@
+"""Builds a strong drafter for a target without a smaller sibling: a depth-pruned copy distilled on its own answers.
+
+Four steps, each kept in the work folder so that a killed run goes on where it stood:
+
+1. *Teach*: the target writes chats and answers them greedily (`pipeline.self_instruct`); its hidden states are kept.
+2. *Fit*: the student takes a few of the target's layers. One after the other, each down projection is refitted in
+   closed form (ridge regression) so that the layer's output comes close to what the target has after the whole block
+   of layers that it replaces.
+3. *Match*: gradient steps on the distance between the student's and the target's hidden states. No vocabulary is
+   involved, so a step is cheap.
+4. *Distil*: the same distance, plus divergence from the target's next-token distribution and cross-entropy on its
+   greedy token, over a reduced vocabulary (frequent tokens, those of the batch, random others).
+
+The student itself - its making, measuring and storing - is in `pipeline.pruned_student`.
+
+What this module does not know: trees, schedulers, or how the drafter is used.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from pipeline.files import replacing, write_text
+from pipeline.pruned_student import (
+    HeldOut,
+    agreement,
+    answer_greedily,
+    assemble_drafter,
+    layer_states,
+    make_student,
+    save_layers,
+)
+from pipeline.self_instruct import TeacherRecipe, write_shard
+from treegraft.errors import UserError
+
+__all__ = ["DrafterRecipe", "Progress", "assemble_drafter", "train_drafter"]
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(stage, done, total); stages are "teach", "fit" and "train"."""
+
+
+@dataclass(frozen=True)
+class DrafterRecipe:
+    """Everything that decides what the drafter becomes; the defaults made the stored one."""
+
+    layers: tuple[int, ...] = (0, 6, 12, 18, 24, 29)
+    """Layers of the target that the student starts from, one for each of `teacher.hidden_after`."""
+    teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
+    self_shards: int = 5
+    """Batches of self-written chats, beside the batches that hold the given prompts."""
+    given_row_tokens: int = 0
+    """Chat length of given prompts; one that leaves no 16 tokens for an answer is left out. 0: none is taught."""
+    fit_rows: int = 64
+    """Chats that the closed-form fit reads; 0 leaves the copied layers as they are."""
+    fit_ridge: float = 1e-3
+    """Pull towards the copied projection, as a share of the mean squared feature."""
+    match_steps: int = 300
+    """Steps on hidden states alone."""
+    distil_steps: int = 900
+    """Steps on hidden states and next tokens."""
+    batch_rows: int = 2
+    """Chats in one step."""
+    learning_rate: float = 1e-3
+    """Peak of the schedule (see `learning_rate`)."""
+    warmup_steps: int = 30
+    decay_steps: int = 200
+    """Last steps, over which the rate falls to zero. Until they begin nothing depends on the total number of steps."""
+    vocabulary: int = 4096
+    """Frequent tokens that are always in the reduced vocabulary."""
+    random_tokens: int = 512
+    """Further tokens drawn anew in each step, so that none can drift up unseen."""
+    kind_weights: tuple[float, float, float] = (0.1, 0.5, 1.0)
+    """Loss weight of a position whose next token is copied, sampled in a user turn, greedy in an answer."""
+    hidden_weight: float = 1.0
+    """Weight of the hidden-state distance while distilling (1 while matching)."""
+    greedy_weight: float = 0.5
+    """Share of cross-entropy on the greedy token; the rest is divergence from the target's distribution."""
+    checkpoint_steps: int = 100
+    seed: int = 0
+
+
+class ChatStore:
+    """All teacher shards in memory: rows of tokens with the target's states.
+
+    Rows of one batch come from one shard, so they have one length.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.shards: list[dict[str, Tensor]] = [load_file(str(path)) for path in paths]
+
+    def batches(self, rows: int, epoch: int, seed: int) -> list[tuple[int, Tensor]]:
+        """Shuffled (shard, row numbers [rows]) of one pass over the data."""
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        made = [
+            (index, chunk)
+            for index, shard in enumerate(self.shards)
+            for chunk in torch.randperm(len(shard["tokens"]), generator=generator).split(rows)
+        ]
+        return [made[i] for i in torch.randperm(len(made), generator=generator).tolist()]
+
+    def batch(self, shard: int, rows: Tensor) -> dict[str, Tensor]:
+        """The tensors of some rows of a shard, shaped as in `pipeline.self_instruct.write_shard`."""
+        return {name: t[:, rows] if name == "hidden" else t[rows] for name, t in self.shards[shard].items()}
+
+    def frequent(self, count: int) -> Tensor:
+        """The `count` tokens most often read or considered by the target, [count] int64, sorted."""
+        seen = torch.cat(
+            [torch.cat([shard["tokens"].flatten(), shard["top"].flatten()]).long() for shard in self.shards]
+        )
+        found, times = seen.unique(return_counts=True)
+        return found[times.argsort(descending=True, stable=True)[:count]].sort().values
+
+
+@torch.no_grad()
+def fit_down_projections(
+    student: LlamaForCausalLM, store: ChatStore, rows: int, ridge: float, progress: Progress
+) -> list[float]:
+    """Refit each layer's down projection in closed form, from the first layer to the last; relative errors by layer.
+
+    The target state t after the block is matched by a + W u, where a is the state after the layer's attention and u
+    its gated features; W minimises sum |t - a - W u|^2 / |t|^2 with a ridge towards the copied W.
+    """
+    shard = store.shards[-1]
+    rows = min(rows, len(shard["tokens"]))
+    tokens = shard["tokens"][:rows].long()
+    hidden = student.model.embed_tokens(tokens)
+    turn = student.model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
+    errors = []
+    for index, layer in enumerate(student.model.layers):
+        after: list[tuple[Tensor, Tensor]] = []
+        old = layer.mlp.down_proj.weight  # [hidden, features]
+        gram, cross = torch.zeros(old.shape[1], old.shape[1]), torch.zeros(old.shape[1], old.shape[0])
+        for part, wanted in zip(hidden.split(8), shard["hidden"][index, :rows].split(8), strict=True):
+            normed = layer.input_layernorm(part)
+            state = part + layer.self_attn(normed, position_embeddings=turn, attention_mask=None)[0]
+            inner = layer.post_attention_layernorm(state)
+            features = layer.mlp.act_fn(layer.mlp.gate_proj(inner)) * layer.mlp.up_proj(inner)
+            target = wanted.float()
+            scale = target.norm(dim=-1, keepdim=True).reciprocal()
+            scaled = (features * scale).flatten(0, 1)
+            gram += scaled.T @ scaled
+            cross += scaled.T @ ((target - state) * scale).flatten(0, 1)
+            after.append((state, features))
+        pull = ridge * gram.diagonal().mean()
+        gram.diagonal().add_(pull)
+        layer.mlp.down_proj.weight.copy_(torch.linalg.solve(gram, cross + pull * old.T).T)
+        hidden = torch.cat([state + layer.mlp.down_proj(features) for state, features in after])
+        target = shard["hidden"][index, :rows].float()
+        errors.append(float(relative_error(hidden, target).mean()))
+        progress("fit", index + 1, len(student.model.layers))
+    return errors
+
+
+def relative_error(state: Tensor, wanted: Tensor) -> Tensor:
+    """Squared distance over squared length, by token: [.., hidden] twice -> [..]."""
+    return (state - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-6)
+
+
+def chat_loss(
+    student: LlamaForCausalLM,
+    target_norm: torch.nn.Module,
+    batch: dict[str, Tensor],
+    frequent: Tensor,
+    recipe: DrafterRecipe,
+    step: int,
+) -> Tensor:
+    """The loss of one step (a scalar); batch as in a shard, `frequent` [vocabulary]."""
+    tokens = batch["tokens"].long()
+    wanted = batch["hidden"].float()
+    weights = torch.tensor(recipe.kind_weights)[batch["kinds"].long()]
+    states = layer_states(student, tokens)
+    distance = torch.stack([relative_error(s, w) for s, w in zip(states, wanted, strict=True)]).mean(0)
+    # a state matters for what comes next, so it has the weight of the next token
+    weights = torch.cat([weights[:, 1:], weights[:, -1:]], dim=1)
+    loss = (distance * weights).sum() / weights.sum()
+    if step < recipe.match_steps:
+        return loss
+    chosen = batch["kinds"][:, 1:].long() > 0
+    labels = tokens[:, 1:][chosen]
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    extra = torch.randint(student.config.vocab_size, (recipe.random_tokens,), generator=generator)
+    words = torch.cat([frequent, labels, batch["top"][:, :-1][chosen].flatten().long(), extra]).unique()
+    head = student.lm_head.weight[words]
+    with torch.no_grad():
+        teacher = (target_norm(wanted[-1, :, :-1][chosen]) @ head.T).log_softmax(-1)
+    mine = (student.model.norm(states[-1][:, :-1][chosen]) @ head.T).log_softmax(-1)
+    divergence = (teacher.exp() * (teacher - mine)).sum(-1)
+    greedy = torch.nn.functional.nll_loss(mine, torch.searchsorted(words, labels), reduction="none")
+    answer = batch["kinds"][:, 1:][chosen] == 2
+    # a sampled user token is no better a label than the target's distribution
+    mixed = torch.where(answer, recipe.greedy_weight * greedy + (1 - recipe.greedy_weight) * divergence, divergence)
+    token_weights = weights[:, :-1][chosen]
+    return recipe.hidden_weight * loss + (mixed * token_weights).sum() / token_weights.sum()
+
+
+def learning_rate(recipe: DrafterRecipe, step: int) -> float:
+    """Linear warm-up, the peak, then a linear way down to zero over the last `decay_steps` steps."""
+    left = recipe.match_steps + recipe.distil_steps - step
+    return recipe.learning_rate * min(1.0, (step + 1) / recipe.warmup_steps, left / recipe.decay_steps)
+
+
+def teach(
+    target: LlamaForCausalLM,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    recipe: DrafterRecipe,
+    work: Path,
+    progress: Progress,
+) -> list[Path]:
+    """Write the teacher shards that `work` lacks; paths of all, given prompts last."""
+    given_recipe = replace(recipe.teacher, row_tokens=recipe.given_row_tokens)
+    # no prompt fits into rows of no length
+    room = recipe.given_row_tokens - 64  # system prompt, template and 16 tokens of answer
+    fitting = [p for p in prompts if len(tokenizer(p).input_ids) <= room]
+    size = recipe.teacher.batch_rows
+    jobs: list[tuple[Path, list[str], TeacherRecipe]] = [
+        (work / f"self-{shard:04d}.safetensors", [], recipe.teacher) for shard in range(recipe.self_shards)
+    ]
+    jobs += [
+        (work / f"given-{start // size:04d}.safetensors", fitting[start : start + size], given_recipe)
+        for start in range(0, len(fitting), size)
+    ]
+    for done, (path, some, teacher) in enumerate(jobs):
+        progress("teach", done, len(jobs))
+        if not path.exists():
+            write_shard(target, tokenizer, some, done, teacher, path)
+    progress("teach", len(jobs), len(jobs))
+    return [path for path, _, _ in jobs]
+
+
+def train_drafter(
+    target_folder: Path,
+    prompts: list[str],
+    recipe: DrafterRecipe,
+    work: Path,
+    out: Path,
+    progress: Progress,
+    held_out: Sequence[tuple[str, str]] = (),
+    held_out_tokens: int = 128,
+) -> dict[str, float]:
+    """Train a drafter for the Llama in `target_folder` and write its layers (bf16) to `out`.
+
+    `prompts` are taught beside the self-written ones; `held_out` are (kind, prompt) pairs, never trained on, for the
+    agreement curve in `work`/curve.jsonl. Returns agreement by kind and "all" (empty without held-out prompts).
+
+    work/: recipe.json, self-*.safetensors, given-*.safetensors (teacher data), held_out.pt, checkpoint.pt, curve.jsonl.
+    A killed run goes on from there; a folder that another recipe began is refused.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    _claim(work, recipe)
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
+    if not isinstance(target, LlamaForCausalLM):
+        raise UserError(f"{target_folder} holds a {type(target).__name__}; only Llama targets can be pruned this way.")
+    last = target.config.num_hidden_layers
+    if recipe.teacher.hidden_after[-1] != last or len(recipe.teacher.hidden_after) != len(recipe.layers):
+        raise UserError(
+            f"The recipe keeps the states after layers {recipe.teacher.hidden_after} for a student of layers "
+            f"{recipe.layers}: give one state for each student layer, the last of them after layer {last}."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    paths = teach(target, tokenizer, prompts, recipe, work, progress)
+    tests = _held_out(target, tokenizer, held_out, held_out_tokens, work / "held_out.pt")
+    store = ChatStore(paths)
+    student = make_student(target, recipe.layers)
+    _optimise(student, target.model.norm, store, recipe, work, tests, progress)
+    save_layers(student, out)
+    return agreement(student.eval(), tests)
+
+
+def _claim(work: Path, recipe: DrafterRecipe) -> None:
+    path = work / "recipe.json"
+    text = json.dumps(asdict(recipe), indent=1, sort_keys=True)
+    if path.exists() and path.read_text() != text:
+        raise UserError(f"{work} was begun with another recipe: choose a new work folder or delete this one.")
+    write_text(path, text)
+
+
+def _save_torch(value: object, path: Path) -> None:
+    with replacing(path) as temporary:
+        torch.save(value, temporary)
+
+
+def _held_out(
+    target: LlamaForCausalLM, tokenizer: Any, prompts: Sequence[tuple[str, str]], answer_tokens: int, path: Path
+) -> list[HeldOut]:
+    if not path.exists():
+        made = answer_greedily(target, tokenizer, prompts, answer_tokens)
+        _save_torch([(item.kind, item.tokens, item.answer_start) for item in made], path)
+    return [HeldOut(*item) for item in torch.load(path, weights_only=True)]
+
+
+def _optimise(
+    student: LlamaForCausalLM,
+    target_norm: torch.nn.Module,
+    store: ChatStore,
+    recipe: DrafterRecipe,
+    work: Path,
+    tests: Sequence[HeldOut],
+    progress: Progress,
+) -> None:
+    """Fit, match and distil, from the checkpoint if there is one."""
+    trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+    matrices = [p for p in trained.values() if p.ndim > 1]
+    vectors = [p for p in trained.values() if p.ndim == 1]
+    optimiser = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    checkpoint, curve = work / "checkpoint.pt", work / "curve.jsonl"
+    step, seconds, total = 0, 0.0, recipe.match_steps + recipe.distil_steps
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        step, seconds = saved["step"], saved["seconds"]
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(saved["layers"][name])
+        optimiser.load_state_dict(saved["optimiser"])
+        lines = saved["curve"]
+    else:
+        if recipe.fit_rows:
+            fit_down_projections(student, store, recipe.fit_rows, recipe.fit_ridge, progress)
+        lines = []
+        if tests:
+            lines.append({"step": 0, "tokens": 0, "minutes": 0.0, "loss": None, **agreement(student, tests)})
+    frequent = store.frequent(recipe.vocabulary)
+    tokens_seen = lines[-1]["tokens"] if lines else 0
+    losses: list[float] = []
+    order: list[tuple[int, Tensor]] = []
+    per_epoch = len(store.batches(recipe.batch_rows, 0, recipe.seed))
+    began = time.monotonic()
+    while step < total:
+        if not order or step % per_epoch == 0:
+            order = store.batches(recipe.batch_rows, step // per_epoch, recipe.seed)
+        shard, rows = order[step % per_epoch]
+        batch = store.batch(shard, rows)
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(recipe, step)
+        loss = chat_loss(student, target_norm, batch, frequent, recipe, step)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimiser.step()
+        step += 1
+        tokens_seen += batch["tokens"].numel()
+        losses.append(float(loss.detach()))
+        progress("train", step, total)
+        if step % recipe.checkpoint_steps == 0 or step == total:
+            now = seconds + time.monotonic() - began
+            point = {"step": step, "tokens": tokens_seen, "minutes": round(now / 60, 2)}
+            lines.append({**point, "loss": sum(losses) / len(losses), **(agreement(student, tests) if tests else {})})
+            losses = []
+            layers = {name: p.detach() for name, p in trained.items()}
+            made = {"step": step, "seconds": now, "layers": layers, "optimiser": optimiser.state_dict(), "curve": lines}
+            _save_torch(made, checkpoint)
+            write_text(curve, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,153 @@
+"""Files that are whole or absent: written beside their place, flushed to the disk, then renamed into it."""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of ``path``; on a clean exit it becomes ``path`` in one step.
+
+    For writers that want a path (pyarrow, safetensors). After an exception the temporary file is gone and ``path`` is
+    as it was. The temporary name is fixed (``<name>.tmp``), so the rest of a killed run is overwritten by the next
+    one instead of piling up; ``.dvcignore`` hides it meanwhile. One writer per file is assumed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        _flush(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush(path.parent)
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder beside ``path``; on a clean exit it takes the place of ``path``.
+
+    After an exception or a kill the folder ``path`` is as it was; only a kill between two renames leaves it under
+    ``<name>.old``, from where the next call puts it back.
+    """
+    temporary, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
+    if old.exists() and not path.exists():
+        old.rename(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if path.exists():
+        path.rename(old)
+    temporary.rename(path)
+    _flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8 with Unix line ends, whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as strict JSON, keys sorted, so that equal values give equal bytes.
+
+    Numbers that are not finite become null; numpy scalars and arrays, tuples and paths become what JSON has for them.
+    """
+    write_text(path, json_text(value))
+
+
+def write_json_if_changed(path: Path, value: Any) -> bool:
+    """``write_json``, but a file that holds these bytes already is not touched. Returns whether it was written."""
+    text = json_text(value)
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes() == text.encode():
+            return False
+    write_text(path, text)
+    return True
+
+
+def json_text(value: Any) -> str:
+    """The text that ``write_json`` writes."""
+    return json.dumps(_plain(value), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+    """Append ``row`` as one line and flush it to the disk, so that a finished piece of work survives a kill.
+
+    The torn last line of a killed writer is cut off first: ``row`` never continues it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(_plain(row), sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    with os.fdopen(descriptor, "r+b") as file:
+        file.seek(_whole_length(file.read()))
+        file.truncate()
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows that ``append_jsonl`` wrote; a torn last line is left out; no file means no rows."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in data[: _whole_length(data)].decode().split("\n") if line]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _whole_length(data: bytes) -> int:
+    """Length of ``data`` up to and with its last line end."""
+    return data.rfind(b"\n") + 1
+
+
+def _flush(path: Path) -> None:
+    """fsync a file or a folder (for a folder: the rename inside it)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in JSON's own types, with null for numbers that are not finite."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value) if isinstance(value, set | frozenset) else value
+        return [_plain(item) for item in items]
+    if hasattr(value, "tolist"):  # numpy and torch, without importing either
+        return _plain(value.tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} has no place in JSON")

@@ -1,0 +1,533 @@
+"""params.yaml, typed and strictly checked, and the view of one pair that every stage gets.
+
+``load_pair`` is the way in. It takes the sections that hold for all pairs, lays the pair's own entry over them, then
+the ``--set`` overrides of the command line, and checks the result. There are no defaults in code: what is not in
+params.yaml is missing, and a reader of params.yaml sees every knob.
+"""
+
+import difflib
+import inspect
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+
+from pipeline.paths import Paths
+from treegraft.errors import UserError
+
+if TYPE_CHECKING:
+    from treegraft.settings import DraftSettings
+    from treegraft.sources import ModelSource
+
+PARAMS_FILE = Path("params.yaml")
+
+# A value table has one column per schedule: m^depth of them. Beyond this the tables of a default run outgrow memory.
+MAX_SCHEDULES = 4096
+
+
+def _text(pattern: str, description: str) -> AfterValidator:
+    """A check that a text matches ``pattern`` as a whole, which ``description`` puts into words."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f'must be {description}, not "{value}"')
+        return value
+
+    return AfterValidator(check)
+
+
+def _threads(value: object) -> object:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"must be auto or a whole number of at least 1, not {json.dumps(value)}")
+    return value
+
+
+Name = Annotated[str, _text(r"[A-Za-z0-9][A-Za-z0-9._-]*", "letters, digits, '.', '_' and '-'")]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Sha256 = Annotated[str, _text("[0-9a-f]{64}", "64 hexadecimal digits in lower case")]
+Device = Annotated[str, _text("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:<number>")]
+Threads = Annotated[Literal["auto"] | int, BeforeValidator(_threads)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """Base of every part of params.yaml: unknown keys are refused and nothing is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class NgramParams(Section):
+    """The light drafter's limits (``treegraft.settings.NgramSettings``)."""
+
+    max_match: Positive
+    branches: Positive
+    path: Positive
+
+
+class DecodingParams(Section):
+    """How the shared tree is drafted and verified (``treegraft.settings.DraftSettings``)."""
+
+    depth: Positive
+    width: Positive
+    look_back: Positive
+    verified_sizes: tuple[Count, ...]
+    ngram: NgramParams
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.settings()  # the library's own check of what belongs together
+        return self
+
+    def settings(self) -> "DraftSettings":
+        """The library's settings of these values."""
+        from treegraft.settings import DraftSettings, NgramSettings
+
+        return DraftSettings(
+            depth=self.depth,
+            width=self.width,
+            look_back=self.look_back,
+            verified_sizes=self.verified_sizes,
+            ngram=NgramSettings(**self.ngram.model_dump()),
+        )
+
+
+class ProfileParams(Section):
+    """The grid of new tokens and context lengths on which latencies are measured."""
+
+    new_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    context_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    repeats: Positive
+
+    @field_validator("new_tokens", "context_lengths")
+    @classmethod
+    def _rising(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if list(values) != sorted(set(values)):
+            raise ValueError("must be a rising list, each number once")
+        return values
+
+
+class LabelParams(Section):
+    """How many prompts of each kind are labelled, and how far the target decodes each."""
+
+    train_per_kind: Positive
+    validation_per_kind: Positive
+    test_per_kind: Positive
+    max_new_tokens: Positive
+    tokens_per_forward: Positive
+
+
+class TracesParams(Section):
+    """Policy iteration on the tables."""
+
+    policy_iterations: Positive
+
+
+class DistillParams(Section):
+    """The student network and its training."""
+
+    hidden: tuple[Positive, ...]
+    learning_rate: Annotated[float, Field(gt=0)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    epochs: Positive
+    batch_size: Positive
+    patience: Positive
+    policy_iterations: Positive
+    seeds: Annotated[tuple[Count, ...], Field(min_length=1)]
+
+    @field_validator("seeds")
+    @classmethod
+    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds):
+            raise ValueError("names a seed twice")
+        return seeds
+
+
+class EvaluateParams(Section):
+    """The measured comparison on the label section's test prompts."""
+
+    max_new_tokens: Positive
+    temperature: Annotated[float, Field(ge=0)]
+    repeats: Positive
+    bootstrap: Positive
+    hf_baselines: bool
+
+
+class PromptSource(Section):
+    """Where prompts come from: a folder, or a data set of the hub. A bare text in params.yaml is a folder.
+
+    ``folder``: holds ``<kind>.jsonl`` files, or ``<kind>/question.jsonl`` as the published benchmarks do.
+    ``hub``: a data set id; ``split`` may be a slice (``test[:80]``); ``name`` is its configuration; exactly one of
+    ``field`` (a text column: one turn) and ``turns_field`` (a column of lists of texts); ``kind`` is what the report
+    calls it.
+    """
+
+    folder: Path | None = None
+    hub: str | None = None
+    name: str | None = None
+    split: str | None = None
+    field: str | None = None
+    turns_field: str | None = None
+    kind: Name | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.folder is None) == (self.hub is None):
+            raise ValueError("needs exactly one of 'folder' and 'hub'")
+        of_hub = (self.name, self.split, self.field, self.turns_field, self.kind)
+        if self.folder is not None and any(value is not None for value in of_hub):
+            raise ValueError("is a folder: 'name', 'split', 'field', 'turns_field' and 'kind' belong to 'hub' only")
+        if self.hub is not None:
+            if self.split is None or self.kind is None:
+                raise ValueError("is a data set of the hub: it needs 'split' and 'kind'")
+            if (self.field is None) == (self.turns_field is None):
+                raise ValueError("needs exactly one of 'field' and 'turns_field'")
+        return self
+
+
+def _as_prompt_source(value: object) -> object:
+    return {"folder": value} if isinstance(value, str) else value
+
+
+class PromptsParams(Section):
+    """Where the prompts come from, in order."""
+
+    sources: Annotated[tuple[Annotated[PromptSource, BeforeValidator(_as_prompt_source)], ...], Field(min_length=1)]
+
+
+class WheelParams(Section):
+    """One file inside a wheel of the package index, with the wheel's digest."""
+
+    package: str
+    version: str
+    file: str
+    sha256: Sha256
+
+
+class ModelEntry(Section):
+    """A model by name, with exactly one source."""
+
+    name: Name
+    hub: str | None = None
+    revision: str | None = None
+    folder: Path | None = None
+    gguf: Path | None = None
+    wheel: WheelParams | None = None
+
+    def _sources(self) -> list[str]:
+        keys = ("hub", "folder", "gguf", "wheel", "distilled")
+        return [key for key in keys if getattr(self, key, None) is not None]
+
+    def _check_source(self) -> None:
+        if len(self._sources()) != 1:
+            found = " and ".join(f"'{key}'" for key in self._sources()) or "none"
+            raise ValueError(f"needs exactly one source ('hub', 'folder', 'gguf' or 'wheel'); it has {found}")
+        if self.revision is not None and self.hub is None:
+            raise ValueError("has a 'revision', which belongs to 'hub' only")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_source()
+        return self
+
+    @property
+    def source(self) -> "ModelSource | None":
+        """The source that ``treegraft.sources.resolve_model`` takes; None where there is nothing to resolve."""
+        from treegraft.sources import ModelSource, WheelFile
+
+        if not set(self._sources()) & {"hub", "folder", "gguf", "wheel"}:
+            return None
+        wheel = WheelFile(**self.wheel.model_dump()) if self.wheel else None
+        return ModelSource(hub=self.hub, revision=self.revision, folder=self.folder, gguf=self.gguf, wheel=wheel)
+
+
+class DrafterEntry(ModelEntry):
+    """A drafter: ``ngram`` (no model) or ``lm`` with a source, which may be ``distilled`` (layers of the target)."""
+
+    kind: Literal["ngram", "lm"]
+    distilled: Path | None = None
+
+    def _check_source(self) -> None:
+        if self.kind == "lm":
+            super()._check_source()
+        elif self._sources() or self.revision is not None:
+            raise ValueError("is of kind ngram, which needs no model: remove its source")
+
+
+class PairConfig(Section):
+    """Everything a stage needs to know about one pair."""
+
+    slug: Name
+    target: ModelEntry
+    drafters: Annotated[tuple[DrafterEntry, ...], Field(min_length=1)]
+    """In order of cost; index 0 is the light drafter."""
+    device: Device
+    device_map: Literal["auto"] | None = None
+    """``auto`` spreads the target over all GPUs; None puts it on ``device``."""
+    dtype: Dtype
+    threads: Threads
+    seed: Count
+    decoding: DecodingParams
+    profile: ProfileParams
+    prompts: PromptsParams
+    label: LabelParams
+    traces: TracesParams
+    distill: DistillParams
+    evaluate: EvaluateParams
+
+    @property
+    def paths(self) -> Paths:
+        """Where the pair's files live."""
+        return Paths(self.slug, self.target.name)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [self.target.name, *(drafter.name for drafter in self.drafters)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the pair has two models named '{name}'; give each its own name")
+        if sum(drafter.kind == "ngram" for drafter in self.drafters) > 1:
+            raise ValueError("the pair has two drafters of kind ngram; they would draft the same, so remove one")
+        if len(self.drafters) ** self.decoding.depth > MAX_SCHEDULES:
+            raise ValueError(
+                f"{len(self.drafters)} drafters at decoding.depth {self.decoding.depth} make "
+                f"{len(self.drafters) ** self.decoding.depth} schedules, more than the {MAX_SCHEDULES} that fit in "
+                "memory; lower decoding.depth"
+            )
+        if self.device_map is not None and self.device == "cpu":
+            raise ValueError("device_map is set but device is cpu; remove one of them")
+        return self
+
+
+class ParamsFile(Section):
+    """The top level of params.yaml. The pairs are checked one by one, when they are asked for."""
+
+    run: Annotated[tuple[str, ...], Field(min_length=1)]
+    device: object
+    dtype: object
+    threads: object
+    seed: object
+    decoding: dict[str, object]
+    profile: dict[str, object]
+    prompts: dict[str, object]
+    label: dict[str, object]
+    traces: dict[str, object]
+    distill: dict[str, object]
+    evaluate: dict[str, object]
+    pairs: dict[Name, dict[str, object]]
+
+
+def load_pair(slug: str, overrides: Sequence[str] = (), path: Path = PARAMS_FILE) -> PairConfig:
+    """The checked configuration of the pair ``slug``.
+
+    ``overrides``: texts ``key.sub=value`` with the value in YAML; each takes the place of what the key had.
+    Raises UserError, naming the key and the file, for anything that params.yaml must not hold.
+    """
+    return resolve_pair(read_params(path), slug, overrides, where=str(path))
+
+
+def read_params(path: Path = PARAMS_FILE) -> dict[str, Any]:
+    """The content of params.yaml with its top level checked."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"There is no {path} here; run this in the repository's root folder.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    raw = _parse_yaml(text, str(path))
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must hold keys and values.")
+    checked = _validate(ParamsFile, raw, str(path))
+    for slug in checked.run:
+        _check_slug(slug, checked.pairs, f"{path}: run names")
+    return dict(raw)
+
+
+def resolve_pair(
+    params: Mapping[str, Any], slug: str, overrides: Sequence[str] = (), *, where: str = "params.yaml"
+) -> PairConfig:
+    """The configuration of one pair out of the content of params.yaml (see ``load_pair``)."""
+    _check_slug(slug, params["pairs"], f"{where} has no pair")
+    own = params["pairs"][slug]
+    shared = {key: value for key, value in params.items() if key not in ("run", "pairs")}
+    merged = _merge(shared, own)
+    typed: dict[str, Any] = {}
+    for override in overrides:
+        parts, value = _parse_override(override)
+        merged, typed = _set(merged, parts, value), _set(typed, parts, value)
+    return _validate(PairConfig, merged | {"slug": slug}, where, own=(f"pairs.{slug}", own), typed=typed)
+
+
+def _check_slug(slug: str, pairs: Mapping[str, Any], problem: str) -> None:
+    if slug not in pairs:
+        near = _suggestion(slug, list(pairs))
+        raise UserError(f"{problem} '{slug}'{near or '; the pairs are ' + ', '.join(sorted(pairs)) + '.'}")
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with ``over`` laid on top, key by key down to what is not a mapping on both sides."""
+    merged = dict(base)
+    for key, value in over.items():
+        mine = merged.get(key)
+        merged[key] = _merge(mine, value) if isinstance(mine, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _set(base: Mapping[str, Any], parts: Sequence[str], value: object) -> dict[str, Any]:
+    """``base`` with ``value`` in the place of whatever stood at the nested key ``parts``."""
+    if len(parts) > 1:
+        inner = base.get(parts[0])
+        value = _set(inner if isinstance(inner, Mapping) else {}, parts[1:], value)
+    return {**base, parts[0]: value}
+
+
+def _parse_override(override: str) -> tuple[list[str], Any]:
+    """``a.b=1`` as ``(["a", "b"], 1)``."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"--set {override} is not of the form key.sub=value, such as distill.epochs=10.")
+    return parts, _parse_yaml(text, f"--set {key}")
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, which the standard loader settles in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key '{key}' stands twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _UniqueKeyLoader)  # a subclass of SafeLoader
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}{line}: not valid YAML: {error.problem}.") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from None
+
+
+def _validate(
+    model: type[M],
+    raw: Mapping[str, Any],
+    where: str,
+    *,
+    own: tuple[str, Mapping[str, Any]] = ("", {}),
+    typed: Mapping[str, Any] | None = None,
+) -> M:
+    """``raw`` as ``model``, or a UserError about its first fault.
+
+    Goes by JSON because only there "strict" still takes a list for a tuple and a text for a path.
+    """
+    try:
+        return model.model_validate_json(json.dumps(raw, default=str))
+    except ValidationError as error:
+        # An unknown key first: it is the usual reason why another one is missing.
+        faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+        raise UserError(_sentence(model, faults[0], where, own, typed or {})) from None
+
+
+def _sentence(
+    model: type[BaseModel],
+    fault: ErrorDetails,
+    where: str,
+    own: tuple[str, Mapping[str, Any]],
+    typed: Mapping[str, Any],
+) -> str:
+    """One sentence about ``fault``: which key, in which file or option, what is wrong with it."""
+    loc = tuple(part for part in fault["loc"] if part != "[key]")
+    key = ".".join(str(part) for part in loc)
+    if loc and _holds(typed, loc):
+        where = "--set"
+    elif loc and _holds(own[1], loc):
+        key = f"{own[0]}.{key}"
+    if fault["type"] == "extra_forbidden":
+        known = _fields_at(model, loc[:-1])
+        hint = _suggestion(str(loc[-1]), known) or f"; known are {', '.join(sorted(known))}."
+        return f"{where}: unknown key '{key}'{hint}"
+    if fault["type"] == "missing":
+        return f"{where}: '{key}' is missing."
+    if fault["type"] == "value_error":
+        message = str(fault["ctx"]["error"]).rstrip(".")
+        return f"{where}: {message}." if not key or message.startswith(f"{loc[0]}.") else f"{where}: '{key}' {message}."
+    if fault["type"] == "too_short":
+        return f"{where}: '{key}' must not be empty."
+    message = fault["msg"].replace("Input should be", "must be").rstrip(".")
+    for pydantic_word, word in {"a valid integer": "a whole number", "an object": "keys and values"}.items():
+        message = message.replace(pydantic_word, word)
+    given = fault["input"]
+    shown = json.dumps(given, ensure_ascii=False, default=str)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    hint = ""
+    if isinstance(given, str) and "a valid number" in message and _is_number(given):
+        hint = "; write it without quotes and with a decimal point, such as 0.001 or 1.0e-3"
+    return f"{where}: '{key}' {message}, not {shown}{hint}."
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _holds(raw: object, loc: tuple[str | int, ...]) -> bool:
+    """Whether the nested mappings and lists of ``raw`` have a place ``loc`` (or a value where ``loc`` would go on)."""
+    for part in loc:
+        inside = part in raw if isinstance(raw, Mapping) else isinstance(raw, list) and part in range(len(raw))
+        if not inside:
+            return isinstance(raw, list)
+        raw = raw[part]  # type: ignore[index]
+    return True
+
+
+def _fields_at(model: type[BaseModel], loc: tuple[str | int, ...]) -> list[str]:
+    """The keys that ``model`` knows at the nested place ``loc``."""
+    annotation: object = model
+    for part in loc:
+        if isinstance(part, int):
+            annotation = _models_in(annotation)
+            continue
+        owner = _models_in(annotation)
+        annotation = owner.model_fields[part].annotation if owner and part in owner.model_fields else None
+    owner = _models_in(annotation)
+    return [key for key in owner.model_fields if key != "slug"] if owner else []
+
+
+def _models_in(annotation: object) -> type[BaseModel] | None:
+    """The first model class inside an annotation such as ``tuple[Annotated[Model, ...], ...]`` or ``Model | None``."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in typing.get_args(annotation):
+        if found := _models_in(argument):
+            return found
+    return None
+
+
+def _suggestion(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,180 @@
+"""Stage profile: medians of every model's latency on this machine, on a grid of new tokens and context lengths.
+
+The cost model that comes out is the clock of labels, replay and the verified size. Forwards go through the same
+``ModelRunner`` as decoding does, so masks and cache handling are part of the time.
+"""
+
+import statistics
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from pipeline.files import write_json
+from pipeline.progress import progress
+from treegraft.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.pair import PairModels
+    from pipeline.params import PairConfig
+    from treegraft.models import LanguageModel
+
+SCHEMA = 1
+SETTLING_TOKENS = 32  # tokens decoded to measure what a step costs outside the models
+
+
+def run(config: "PairConfig") -> None:
+    """Measure all models of the pair and write data/profiles/<pair>.json."""
+    from pipeline.pair import load_pair_models, machine
+    from treegraft.costs import CostModel, LatencyCurve
+
+    models = load_pair_models(config)
+    grids: dict[str, dict[str, Any]] = {}
+    for model in (models.target, *models.drafters):
+        if model is not None:
+            grids[model.name] = measure(config, model, is_drafter=model is not models.target)
+    curves = {
+        name: LatencyCurve(grid["new_tokens"], grid["context_lengths"], grid["ms"]) for name, grid in grids.items()
+    }
+    light_ms, scheduler_ms, step_ms = overheads(config, models)
+    costs = CostModel(
+        target=curves[models.target.name],
+        drafters=tuple(None if drafter is None else curves[drafter.name] for drafter in models.drafters),
+        light_ms=light_ms,
+        scheduler_ms=scheduler_ms,
+        step_ms=step_ms,
+    )
+    profile = {
+        "schema": SCHEMA,
+        "pair": config.slug,
+        "machine": machine(config, models),
+        "cost_model": costs.to_json(),
+        "measured": grids,
+        "tokenizer_hashes": models.tokenizer_hashes(),
+    }
+    write_json(config.paths.profile, profile)
+
+
+def load_costs(config: "PairConfig", models: "PairModels") -> Any:
+    """The pair's cost model; UserError if it is missing or was measured on another machine, dtype or thread count."""
+    import json
+
+    from pipeline.pair import machine
+    from treegraft.costs import CostModel
+
+    path = config.paths.profile
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: run `pipeline profile {config.slug}` first.") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged: run `pipeline profile {config.slug}` again.") from None
+    here = machine(config, models)
+    for key in ("device", "name", "threads", "dtype"):
+        if profile["machine"].get(key) != here[key]:
+            raise UserError(
+                f"{path} was measured with {key} {profile['machine'].get(key)}, but this run has {here[key]}: "
+                f"run `pipeline profile {config.slug}` again."
+            )
+    return CostModel.from_json(profile["cost_model"])
+
+
+def measure(config: "PairConfig", model: "LanguageModel", is_drafter: bool) -> dict[str, Any]:
+    """Medians (and the spread between the quartiles) of forwards of n new tokens after c context tokens, in ms."""
+    import numpy as np
+
+    from treegraft.drafters.lm import RowStore
+    from treegraft.runner import ModelRunner
+
+    settings = config.profile
+    contexts = [c for c in settings.context_lengths if c + settings.new_tokens[-1] <= model.context_limit]
+    if not contexts:
+        raise UserError(
+            f"{model.name} holds {model.context_limit} tokens, less than profile.context_lengths and new_tokens want: "
+            "lower them."
+        )
+    runner = ModelRunner(model)
+    runner.reset(contexts[-1] + settings.new_tokens[-1])
+    store = RowStore(model.vocab_size, config.decoding.width, 1.0)
+    random = np.random.default_rng(config.seed)
+    text = random.integers(0, model.vocab_size, contexts[-1] + settings.new_tokens[-1])
+    cells = [(n, c) for c in contexts for n in settings.new_tokens]
+    times: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
+    for context in contexts:
+        runner.prefill(text[runner.committed : context])
+        here = [cell for cell in cells if cell[1] == context]
+        # Round by round over all sizes, so that a slow minute of the machine does not fall on one of them alone.
+        for repeat in progress(
+            range(settings.repeats + 1), desc=f"profile {model.name}, context {context}", unit="round"
+        ):
+            for n, c in here:
+                elapsed = _time_forward(runner, text[c : c + n], store if is_drafter else None)
+                if repeat:  # the first round warms up
+                    times[n, c].append(elapsed)
+    grid = np.array([[statistics.median(times[n, c]) for c in contexts] for n in settings.new_tokens])
+    spread = np.array(
+        [[np.subtract(*np.percentile(times[n, c], [75, 25])) for c in contexts] for n in settings.new_tokens]
+    )
+    return {
+        "new_tokens": list(settings.new_tokens),
+        "context_lengths": contexts,
+        "ms": grid.round(4).tolist(),
+        "quartile_spread_ms": spread.round(4).tolist(),
+        "repeats": settings.repeats,
+    }
+
+
+def _time_forward(runner: Any, tokens: "np.ndarray", store: Any) -> float:
+    """Milliseconds until the host has what the decoder reads: the argmax tokens, or a drafter's top tokens."""
+    import numpy as np
+
+    n = len(tokens)
+    visible = np.tri(n, dtype=np.bool_)
+    positions = runner.committed + np.arange(n)
+    started = perf_counter()
+    logits = runner.forward(tokens, positions, visible, slice(0, n))
+    if store is None:
+        logits.argmax(-1).tolist()
+    else:
+        store.append(logits)
+    elapsed = (perf_counter() - started) * 1000
+    runner.cache.truncate(runner.committed)
+    if store is not None:
+        store.clear()
+    return elapsed
+
+
+def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float, float]:
+    """Milliseconds of one n-gram layer, of one decision, and of the rest of a step, measured while decoding."""
+    import numpy as np
+
+    from pipeline.pair import make_drafters
+    from treegraft.decoder import Decoder
+    from treegraft.scheduling.features import RequestCosts, SchedulingState, features
+    from treegraft.scheduling.policy import FixedSchedule
+    from treegraft.tree import DraftTree
+
+    settings = config.decoding.settings()
+    m = len(models.drafters)
+    # A short text that repeats itself, so that the n-gram drafter has something to do.
+    prompt = (np.arange(48) % 12 + 100) % models.target.vocab_size
+    alternating = FixedSchedule(tuple(layer % m for layer in range(settings.depth)))
+    decoder = Decoder(models.target, make_drafters(models, config, None), alternating, settings, ignore_eos=True)
+    metrics = decoder.generate(prompt.tolist(), SETTLING_TOKENS).metrics
+    light = [i for i, model in enumerate(models.drafters) if model is None]
+    light_ms = metrics.draft_light_ms / max(sum(metrics.calls[i] for i in light), 1)
+    tree = DraftTree(0, m)
+    tree.add(np.zeros(8, np.int64), np.arange(8), -np.arange(8.0), 0, 1)
+    state = SchedulingState(tree, 2, (0,), settings, 8, RequestCosts(48, 1.0, (1.0,) * (m - 1)))
+    scheduler_ms = _median_ms(lambda: features(state)) if m > 1 else 0.0
+    return light_ms, scheduler_ms, metrics.other_ms / metrics.steps
+
+
+def _median_ms(call: Callable[[], object], repeats: int = 51) -> float:
+    times = []
+    for _ in range(repeats):
+        started = perf_counter()
+        call()
+        times.append((perf_counter() - started) * 1000)
+    return statistics.median(times)

@@ -1,0 +1,148 @@
+"""Stage traces: labels every scheduling state and writes the two Parquet tables.
+
+Policy iteration runs on the training prompts: start from the best fixed schedule, label, fit a quick learner that
+decides each prompt without having seen it, replay, relabel. The labels of validation and test follow the same final
+learner, so all three tables mean the same.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipeline.files import replacing_folder, write_json, write_text
+from pipeline.label import read_manifest
+from pipeline.progress import log
+from pipeline.prompts import SPLITS
+from treegraft.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    from pipeline.params import PairConfig
+    from treegraft.values.tables import OutcomeTables
+    from treegraft.values.values import FloatArray, IntArray
+
+FOLDS = 4  # each training prompt is decided by a learner fitted on the other three quarters
+
+
+def run(config: "PairConfig") -> None:
+    """Label all splits and write data/traces/<pair>/."""
+    from treegraft.values.replay import best_fixed, fixed_actions, replay
+    from treegraft.values.traces import SCHEMA_VERSION, data_card, schedules_schema, states_schema, write_split
+    from treegraft.values.values import margins, policy_iteration, visit_weights
+
+    manifest = read_manifest(config)
+    tables = {split: load_split(config, manifest, split) for split in SPLITS}
+    train = tables["train"]
+    if train.drafters < 2:
+        raise UserError(
+            f"{config.slug} has one drafter, so there is nothing to schedule; add a dearer one to params.yaml."
+        )
+    schedule = best_fixed(train)
+    start = fixed_actions(train, schedule)
+    labels = policy_iteration(train, start, fit_out_of_fold, config.traces.policy_iterations)
+    log("traces: replayed tokens/s by round of policy iteration: " + ", ".join(f"{1000 * r:.2f}" for r in labels.rates))
+    labelled = {"train": train.labelled(labels.margins, labels.visits)}
+    improved = labels.result.tokens_per_ms > labels.rates[0]
+    learner = fit_learners(train, labels.margins, labels.visits)
+    for split in SPLITS[1:]:
+        part = tables[split]
+        actions = decide(learner, part) if improved else fixed_actions(part, schedule)
+        played = replay(part, actions)
+        labelled[split] = part.labelled(
+            margins(part, actions, labels.result.decode_rate, labels.result.lag),
+            visit_weights(part, actions, played.visited),
+        )
+    with replacing_folder(config.paths.traces) as folder:
+        splits = {split: write_split(folder, split, part) for split, part in labelled.items()}
+        about = {
+            "schema": SCHEMA_VERSION,
+            "pair": config.slug,
+            "drafters": [drafter.name for drafter in config.drafters],
+            "depth": train.depth,
+            "feature_names": train.feature_names,
+            "verified_sizes": list(train.sizes),
+            "best_fixed": list(schedule),
+            "policy_iteration_tokens_per_ms": labels.rates,
+            "splits": splits,
+        }
+        for name, source in (
+            ("profile", config.paths.profile),
+            ("calibration", config.paths.outcomes / "calibration.json"),
+        ):
+            write_json(folder / f"{name}.json", json.loads(source.read_text(encoding="utf-8")))
+        card = data_card(
+            config.slug, about, states_schema(train.feature_names, train.drafters), schedules_schema(train.sizes)
+        )
+        write_text(folder / "README.md", card)
+        write_json(folder / "manifest.json", about)
+
+
+def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "OutcomeTables":
+    """The unlabelled tables of one split, from the outcomes of stage label."""
+    import numpy as np
+
+    from treegraft.costs import CostModel
+    from treegraft.scheduling.features import feature_names
+    from treegraft.values.lattice import Outcomes
+    from treegraft.values.tables import build_tables
+
+    profile = json.loads(config.paths.profile.read_text(encoding="utf-8"))
+    prompts = []
+    for turn in manifest["turns"]:
+        if turn["split"] == split:
+            with np.load(config.paths.outcomes / turn["file"]) as stored:
+                outcomes = Outcomes(**{name: stored[name] for name in Outcomes.__dataclass_fields__})
+            prompts.append((turn["id"], turn["kind"], turn["prompt_tokens"], outcomes))
+    settings = config.decoding.settings()
+    m = len(manifest["drafters"])
+    costs = CostModel.from_json(profile["cost_model"])
+    return build_tables(prompts, feature_names(settings.depth, m), m, settings.depth, settings.verified_sizes, costs)
+
+
+def _learner() -> "HistGradientBoostingRegressor":
+    """Small and quick: it only has to find the policy under which margins are measured."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    return HistGradientBoostingRegressor(max_iter=60, max_leaf_nodes=15, min_samples_leaf=50, random_state=0)
+
+
+def _rows(values: "np.ndarray") -> "np.ndarray":
+    return values.reshape(-1, values.shape[-1])
+
+
+def fit_learners(
+    tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray"
+) -> "list[HistGradientBoostingRegressor]":
+    """One regressor of the margin per action but the light one."""
+    features, labels = _rows(tables.features), _rows(margins)
+    return [_learner().fit(features, labels[:, j], sample_weight=visits.ravel()) for j in range(labels.shape[1])]
+
+
+def decide(learners: "list[HistGradientBoostingRegressor]", tables: "OutcomeTables") -> "IntArray":
+    """The learners' actions, int64 [P, S]."""
+    import numpy as np
+
+    from treegraft.values.values import greedy_actions
+
+    features = _rows(tables.features)
+    predicted = np.stack([learner.predict(features) for learner in learners], axis=-1)
+    return greedy_actions(predicted).reshape(tables.features.shape[:2])
+
+
+def fit_out_of_fold(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> "IntArray":
+    """Actions in every state, each prompt's from learners fitted on the other folds' prompts: int64 [P, S]."""
+    import numpy as np
+
+    # A question's turns share a fold: ids are <kind>/<question>/<turn>.
+    questions = np.array([prompt.rsplit("/", 1)[0] for prompt in tables.prompt_ids])
+    number = np.unique(questions, return_inverse=True)[1]
+    fold_of = (number % FOLDS)[tables.prompt_of]
+    actions = np.zeros(tables.features.shape[:2], np.int64)
+    for fold in range(FOLDS):
+        inside = fold_of == fold
+        if inside.any() and not inside.all():
+            rest = tables.select(np.flatnonzero(number % FOLDS != fold))
+            learners = fit_learners(rest, margins[~inside], visits[~inside])
+            actions[inside] = decide(learners, tables.select(np.flatnonzero(number % FOLDS == fold)))
+    return actions
