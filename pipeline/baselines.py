@@ -1,7 +1,7 @@
 """The simpler learners that every report sets beside the student: scikit-learn models of the same labelled states.
 
-Each becomes a function from features [n, F] to margins [n, m - 1] (or scores whose sign decides alike), so that it can be
-replayed as a policy. It knows nothing of tables; whoever calls it replays.
+Each becomes a function from features [n, F] to margins [n, m - 1] (or scores whose sign decides alike), so that it can
+be replayed as a policy. It knows nothing of tables; whoever calls it replays.
 """
 
 from collections.abc import Callable, Iterator
@@ -83,8 +83,8 @@ def _decision_tree(features: np.ndarray, margins: np.ndarray, weights: np.ndarra
 def _gradient_boosting(features: np.ndarray, margins: np.ndarray, weights: np.ndarray) -> Predict:
     from sklearn.ensemble import HistGradientBoostingRegressor
 
-    # Binned here, since scikit-learn 1.9 takes minutes to bin weighted rows: it sorts anew for every threshold. What has
-    # few values already it takes as it is, and trees care for order only.
+    # Binned here, since scikit-learn 1.9 takes minutes to bin weighted rows: it sorts anew for every threshold.
+    # Columns of few values it takes as they are, and trees care for order only.
     edges = [np.unique(np.quantile(column, np.linspace(0, 1, MAX_BINS)[1:-1])) for column in features.T]
 
     def binned(rows: np.ndarray) -> np.ndarray:

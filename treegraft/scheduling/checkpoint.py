@@ -9,8 +9,8 @@
 
 Equal weights and configuration give equal bytes. All is checked once, on loading; the decoder trusts it afterwards.
 A kill while saving leaves a whole export: the files are written beside their places first and renamed into them at the
-end, config.json last, and should the kill fall between two renames, loading takes the configuration that was about to be
-renamed, because its digest is the one that fits the weights.
+end, config.json last, and should the kill fall between two renames, loading takes the configuration that was about to
+be renamed, because its digest is the one that fits the weights.
 """
 
 import hashlib
@@ -190,12 +190,13 @@ def card(config: SchedulerConfig) -> str:
     """README.md of a checkpoint: what it is, was trained on, is worth, cannot do, and how to use it."""
     data = config.provenance.get("data", {})
     trained = "\n".join(f"- {name.replace('_', ' ')}: {_plain_words(value)}" for name, value in sorted(data.items()))
+    sizes = _plain_words([len(config.feature_names), *config.hidden, len(config.drafters) - 1])
     actions = "\n".join(f"- action {action}: `{name}`" for action, name in enumerate(config.drafters))
     return f"""# Scheduler for `{config.pair}`
 
 A TreeGraft scheduler: layer by layer it decides which drafter expands the draft tree. A small network
-({len(config.feature_names)} inputs, hidden layers {_plain_words(list(config.hidden))}, {len(config.drafters) - 1} output(s))
-predicts how many tokens each dearer drafter is worth over the light one; the largest prediction above 0 wins.
+(layers of {sizes}) predicts how many tokens each dearer drafter is worth over the light one; the largest
+prediction above 0 wins.
 
 {actions}
 
@@ -215,7 +216,7 @@ Speed expected at run time until it has been observed: {config.rate_tokens_per_m
 ## Limits
 
 - Made for these models, this depth and width, and the machine whose latencies `cost_model` in config.json holds: on
-  other hardware the best action differs, so run the pipeline there. Loading refuses other tokenizers, drafters or depths.
+  other hardware the best action differs, so run the pipeline there. Other tokenizers, drafters or depths are refused.
 - It changes speed only. The text is the target's own whatever the scheduler decides.
 - Text unlike the prompts above may be scheduled badly; the report shows the speed by kind of prompt.
 
@@ -395,7 +396,8 @@ def _check_tensors(tensors: dict[str, np.ndarray], config: SchedulerConfig, path
         if bad := int((~np.isfinite(tensor)).sum()):
             where = [int(index) for index in np.argwhere(~np.isfinite(tensor))[0]]
             raise UserError(
-                f"{path}: tensor {name} has {bad} of {tensor.size} values that are NaN or infinite, the first at {where}."
+                f"{path}: tensor {name} has {bad} of {tensor.size} values that are NaN or infinite, "
+                f"the first at {where}."
             )
 
 

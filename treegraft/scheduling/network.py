@@ -1,8 +1,8 @@
 """The scheduler's network at run time: a small multilayer perceptron in numpy.
 
 It knows nothing of torch or of files: the student is trained in pipeline/student.py and stored by
-treegraft/scheduling/checkpoint.py. One decision must cost less than 50 microseconds, of which a framework's call overhead
-alone would take most; a handful of numpy calls on arrays of a few dozen float32 numbers takes about a quarter of that.
+treegraft/scheduling/checkpoint.py. One decision must cost less than 50 microseconds, of which a framework's call
+overhead alone would take most; a dozen numpy calls on a few dozen float32 numbers take about a quarter of that.
 """
 
 from collections.abc import Sequence

@@ -221,7 +221,7 @@ def test_refuses_a_wrong_shape_and_says_which(tmp_path: Path) -> None:
 
 
 def test_refuses_a_missing_tensor_and_another_type(tmp_path: Path) -> None:
-    rewritten(tmp_path, lambda tensors: tensors.pop("layers.0.bias"))
+    rewritten(tmp_path, lambda tensors: tensors.update({"layers.9.bias": tensors.pop("layers.0.bias")}))
     assert "lacks the tensor(s) layers.0.bias" in refusal(tmp_path)
     rewritten(tmp_path, lambda tensors: tensors.update({"layers.0.bias": np.zeros(6, np.float64)}))
     assert "tensor layers.0.bias is float64, expected float32" in refusal(tmp_path)

@@ -68,7 +68,7 @@ def test_refuses_shapes_that_do_not_fit() -> None:
         ([weight], [bias], one, np.array([1.0, 0.0])),
         ([weight], [bias], one, np.array([1.0, np.nan])),
     ):
-        with pytest.raises(ValueError, match="fit|make|above|inputs"):
+        with pytest.raises(ValueError, match=r"fit|make|above|inputs"):
             MarginNetwork(*arguments)
 
 
