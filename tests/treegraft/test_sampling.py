@@ -6,7 +6,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tests.treegraft.tiny import tiny_language_model
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -14,6 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.treegraft.tiny import tiny_language_model
 from treegraft.decoder import Decoder
 from treegraft.drafters import LanguageModelDrafter, NgramDrafter
 from treegraft.errors import UserError

@@ -1,5 +1,7 @@
 """The tree and the graft: one node per path, no node lost, every pruned set closed under parents."""
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,7 +58,7 @@ def grown(draw: st.DrawFn) -> tuple[DraftTree, list[list[tuple[int, ...]]]]:
 @given(grown())
 def test_a_tree_only_grows_and_has_one_node_a_path(case: tuple[DraftTree, list[list[tuple[int, ...]]]]) -> None:
     tree, history = case
-    for before, after in zip(history, history[1:], strict=False):
+    for before, after in itertools.pairwise(history):
         assert after[: len(before)] == before
     assert len(set(history[-1])) == len(tree)
     n = len(tree)
