@@ -72,8 +72,10 @@ class DrafterRecipe:
     learning_rate: float = 1e-3
     """Peak of the schedule (see `learning_rate`)."""
     warmup_steps: int = 30
-    decay_steps: int = 200
-    """Last steps, over which the rate falls to zero. Until they begin nothing depends on the total number of steps."""
+    hold_steps: int = 75
+    """Steps at the peak, warm-up included."""
+    settle_rate: float = 5e-4
+    """Rate after them, from which it falls linearly to zero at the last step."""
     vocabulary: int = 4096
     """Frequent tokens that are always in the reduced vocabulary."""
     random_tokens: int = 512
@@ -203,9 +205,11 @@ def chat_loss(
 
 
 def learning_rate(recipe: DrafterRecipe, step: int) -> float:
-    """Linear warm-up, the peak, then a linear way down to zero over the last `decay_steps` steps."""
-    left = recipe.match_steps + recipe.distil_steps - step
-    return recipe.learning_rate * min(1.0, (step + 1) / recipe.warmup_steps, left / recipe.decay_steps)
+    """Linear warm-up, `learning_rate` for `hold_steps`, then from `settle_rate` linearly down to zero."""
+    if step < recipe.hold_steps:
+        return recipe.learning_rate * min(1.0, (step + 1) / recipe.warmup_steps)
+    total = recipe.match_steps + recipe.distil_steps
+    return recipe.settle_rate * (total - step) / (total - recipe.hold_steps)
 
 
 def teach(

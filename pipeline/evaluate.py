@@ -1,7 +1,7 @@
 """Stage evaluate: measured speed of every method on the test prompts, in one process, interleaved prompt by prompt.
 
 Methods: ``plain``; ``ngram`` and ``strong`` (the light and the dearest drafter alone, same engine, same KV reuse, same
-hardware-aware verified size at their own rate); ``fixed`` (the schedule that was best on training prompts);
+hardware-aware verified size at their own rate); ``fixed`` (the schedule that was best on validation prompts);
 ``treegraft`` (the exported scheduler); and, where asked for, transformers' prompt lookup and assisted generation.
 
 Writes data/evaluation/<pair>/runs.jsonl (one row a turn, method and repeat) and summary.json.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.files import append_jsonl, file_digest, json_text, read_jsonl, replacing_folder, write_json, write_text
 from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
+from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +71,7 @@ def run(config: "PairConfig") -> None:
 def prepare(config: "PairConfig") -> Bench:
     """Models, scheduler and replay tables, checked to fit each other."""
     from pipeline.pair import load_pair_models
+    from pipeline.profile import load_costs
     from treegraft.scheduling.checkpoint import check_fits, load_scheduler
     from treegraft.values.traces import read_traces
 
@@ -82,6 +84,21 @@ def prepare(config: "PairConfig") -> Bench:
         width=config.decoding.width,
         drafters=[drafter.name for drafter in config.drafters],
     )
+    if scheduler.draft_settings != config.decoding.settings():
+        differ = [
+            name
+            for name in ("depth", "width", "look_back", "verified_sizes", "ngram")
+            if getattr(scheduler.draft_settings, name) != getattr(config.decoding.settings(), name)
+        ]
+        raise UserError(
+            f"the scheduler in {config.paths.scheduler} was trained with another decoding.{differ[0]}: "
+            f"run `pipeline all {config.slug}`, or set decoding back."
+        )
+    if load_costs(config, models).digest() != scheduler.cost_model_digest:
+        raise UserError(
+            f"the scheduler in {config.paths.scheduler} is of another profile: run `pipeline traces {config.slug}` "
+            f"and `pipeline distill {config.slug}` again."
+        )
     tables = {split: read_traces(config.paths.traces, split) for split in ("train", "test")}
     return Bench(config, models, scheduler, network, tables)
 

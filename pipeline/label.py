@@ -9,10 +9,10 @@ Writes data/outcomes/<pair>/::
 Answers and outcomes are first kept one file a turn in the scratch folder; a killed run goes on with what is missing.
 """
 
+import dataclasses
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from pipeline.pair import PairModels
     from pipeline.params import PairConfig
-    from treegraft.costs import CostModel
     from treegraft.values.calibration import Calibration
 
 SCHEMA = 1
+SAFE_NODES = 3  # verified n-gram nodes while answering, before anything is known about the machine
 CALIBRATION_TURNS = 48  # training answers that the calibration is fitted on, spread over the kinds
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Turn:
     """One user turn with the answer that the target gave to it."""
 
@@ -62,19 +62,17 @@ class Turn:
 def run(config: "PairConfig") -> None:
     """Answer the prompts, calibrate, evaluate all schedules, publish."""
     from pipeline.pair import load_pair_models
-    from pipeline.profile import load_costs
 
     prompts = select_prompts(config.prompts.sources, config.label)
     models = load_pair_models(config)
-    costs: CostModel = load_costs(config, models)
-    scratch = _scratch(config, prompts, costs)
-    turns = answer(config, models, costs, prompts, scratch)
+    scratch = _scratch(config, prompts)
+    turns = answer(config, models, prompts, scratch)
     calibration = calibrate(config, models, turns, scratch)
-    evaluate(config, models, costs, calibration, turns, scratch)
+    evaluate(config, models, calibration, turns, scratch)
     publish(config, turns, calibration, scratch)
 
 
-def _scratch(config: "PairConfig", prompts: dict[str, list[Prompt]], costs: "CostModel") -> Path:
+def _scratch(config: "PairConfig", prompts: dict[str, list[Prompt]]) -> Path:
     """The scratch folder of exactly this work; what another configuration left is removed."""
     manifests = [
         path.read_text(encoding="utf-8") for path in map(config.paths.manifest, ("fetch", "draft")) if path.exists()
@@ -86,7 +84,6 @@ def _scratch(config: "PairConfig", prompts: dict[str, list[Prompt]], costs: "Cos
         "decoding": config.decoding.model_dump(mode="json"),
         "label": config.label.model_dump(mode="json"),
         "prompts": {split: [[p.id, list(p.turns)] for p in of_split] for split, of_split in prompts.items()},
-        "costs": costs.digest(),
         "code": _code_digest(),
     }
     folder = config.paths.scratch("label") / hashlib.sha256(json_text(parts).encode()).hexdigest()[:16]
@@ -106,9 +103,7 @@ def _code_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def answer(
-    config: "PairConfig", models: "PairModels", costs: "CostModel", prompts: dict[str, list[Prompt]], scratch: Path
-) -> list[Turn]:
+def answer(config: "PairConfig", models: "PairModels", prompts: dict[str, list[Prompt]], scratch: Path) -> list[Turn]:
     """The target's greedy answer to every turn; the n-gram drafter speeds it up without changing it."""
     import numpy as np
 
@@ -118,8 +113,8 @@ def answer(
 
     light = [i for i, model in enumerate(models.drafters) if model is None]
     drafters = make_drafters(models, config, None, light)
-    plain_rate = 1.0 / float(costs.verify_ms(0, 256))
-    decoder = Decoder(models.target, drafters, never(), config.decoding.settings(), costs, plain_rate)
+    settings = dataclasses.replace(config.decoding.settings(), verified_sizes=(SAFE_NODES,))
+    decoder = Decoder(models.target, drafters, never(), settings)
     turns: list[Turn] = []
     work = [(split, prompt) for split in SPLITS for prompt in prompts[split]]
     for split, prompt in progress(work, desc="label, answers", unit="prompt"):
@@ -172,13 +167,12 @@ def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], scr
 def evaluate(
     config: "PairConfig",
     models: "PairModels",
-    costs: "CostModel",
     calibration: "Calibration",
     turns: list[Turn],
     scratch: Path,
 ) -> None:
     """All schedules at every position of every answer, one scratch file a turn."""
-    from treegraft.decoder import request_costs
+    from treegraft.scheduling.features import RequestCosts
     from treegraft.values.lattice import Lattice, Outcomes
 
     lattice = Lattice(
@@ -194,9 +188,9 @@ def evaluate(
     if done:
         log(f"label: {done} of {len(turns)} turns were evaluated by an earlier run")
     for turn in progress(missing, total=len(turns), desc="label, schedules", initial=done, unit="turn"):
-        outcomes = lattice.evaluate(
-            turn.text, turn.prompt_tokens, config.label.max_new_tokens, request_costs(costs, turn.prompt_tokens)
-        )
+        # Outcomes do not depend on the machine's speed: stage traces puts the measured costs into the features.
+        unit = RequestCosts(turn.prompt_tokens, 1.0, (1.0,) * (len(models.drafters) - 1))
+        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, config.label.max_new_tokens, unit)
         arrays = {name: getattr(outcomes, name) for name in Outcomes.__dataclass_fields__}
         write_bytes(scratch / "outcomes" / turn.file, npz_bytes(arrays))
 
@@ -227,6 +221,7 @@ def publish(config: "PairConfig", turns: list[Turn], calibration: "Calibration",
         "schema": SCHEMA,
         "pair": config.slug,
         "drafters": [drafter.name for drafter in config.drafters],
+        "decoding": config.decoding.model_dump(mode="json"),
         "max_new_tokens": config.label.max_new_tokens,
         "turns": entries,
     }

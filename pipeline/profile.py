@@ -4,6 +4,8 @@ The cost model that comes out is the clock of labels, replay and the verified si
 ``ModelRunner`` as decoding does, so masks and cache handling are part of the time.
 """
 
+import itertools
+import json
 import statistics
 from collections.abc import Callable
 from time import perf_counter
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from pipeline.pair import PairModels
     from pipeline.params import PairConfig
+    from treegraft.costs import CostModel
     from treegraft.models import LanguageModel
 
 SCHEMA = 1
@@ -56,20 +59,24 @@ def run(config: "PairConfig") -> None:
     write_json(config.paths.profile, profile)
 
 
-def load_costs(config: "PairConfig", models: "PairModels") -> Any:
-    """The pair's cost model; UserError if it is missing or was measured on another machine, dtype or thread count."""
-    import json
-
-    from pipeline.pair import machine
-    from treegraft.costs import CostModel
-
+def read_profile(config: "PairConfig") -> dict[str, Any]:
+    """The pair's profile; UserError if it is missing or damaged."""
     path = config.paths.profile
     try:
-        profile = json.loads(path.read_text(encoding="utf-8"))
+        profile: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing: run `pipeline profile {config.slug}` first.") from None
     except ValueError:
         raise UserError(f"{path} is damaged: run `pipeline profile {config.slug}` again.") from None
+    return profile
+
+
+def load_costs(config: "PairConfig", models: "PairModels") -> "CostModel":
+    """The pair's cost model; UserError if it was measured on another machine, dtype or thread count."""
+    from pipeline.pair import machine
+    from treegraft.costs import CostModel
+
+    path, profile = config.paths.profile, read_profile(config)
     here = machine(config, models)
     for key in ("device", "name", "threads", "dtype"):
         if profile["machine"].get(key) != here[key]:
@@ -151,8 +158,9 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
 
     from pipeline.pair import make_drafters
     from treegraft.decoder import Decoder
-    from treegraft.scheduling.features import RequestCosts, SchedulingState, features
-    from treegraft.scheduling.policy import FixedSchedule
+    from treegraft.scheduling.features import RequestCosts, SchedulingState, feature_names
+    from treegraft.scheduling.network import MarginNetwork
+    from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler
     from treegraft.tree import DraftTree
 
     settings = config.decoding.settings()
@@ -167,7 +175,15 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
     tree = DraftTree(0, m)
     tree.add(np.zeros(8, np.int64), np.arange(8), -np.arange(8.0), 0, 1)
     state = SchedulingState(tree, 2, (0,), settings, 8, RequestCosts(48, 1.0, (1.0,) * (m - 1)))
-    scheduler_ms = _median_ms(lambda: features(state)) if m > 1 else 0.0
+    scheduler_ms = 0.0
+    if m > 1:
+        names = feature_names(settings.depth, m)
+        widths = [len(names), *config.distill.hidden, m - 1]
+        shapes = list(itertools.pairwise(widths))
+        zeros, ones = np.zeros(len(names), np.float32), np.ones(len(names), np.float32)
+        weights, biases = [np.ones(s, np.float32) for s in shapes], [np.zeros(s[1], np.float32) for s in shapes]
+        scheduler = LearnedScheduler(MarginNetwork(weights, biases, zeros, ones), names, names)
+        scheduler_ms = _median_ms(lambda: scheduler.choose(state))
     return light_ms, scheduler_ms, metrics.other_ms / metrics.steps
 
 

@@ -8,16 +8,16 @@ learner, so all three tables mean the same.
 import json
 from typing import TYPE_CHECKING, Any
 
+from pipeline.distill import decide, rows_of
 from pipeline.files import replacing_folder, write_json, write_text
 from pipeline.label import read_manifest
+from pipeline.profile import read_profile
 from pipeline.progress import log
 from pipeline.prompts import SPLITS
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
+    from pipeline.baselines import Predict
     from pipeline.params import PairConfig
     from treegraft.values.tables import OutcomeTables
     from treegraft.values.values import FloatArray, IntArray
@@ -44,7 +44,7 @@ def run(config: "PairConfig") -> None:
     log("traces: replayed tokens/s by round of policy iteration: " + ", ".join(f"{1000 * r:.2f}" for r in labels.rates))
     labelled = {"train": train.labelled(labels.margins, labels.visits)}
     improved = labels.result.tokens_per_ms > labels.rates[0]
-    learner = fit_learners(train, labels.margins, labels.visits)
+    learner = fit_learner(train, labels.margins, labels.visits)
     for split in SPLITS[1:]:
         part = tables[split]
         actions = decide(learner, part) if improved else fixed_actions(part, schedule)
@@ -66,11 +66,9 @@ def run(config: "PairConfig") -> None:
             "policy_iteration_tokens_per_ms": labels.rates,
             "splits": splits,
         }
-        for name, source in (
-            ("profile", config.paths.profile),
-            ("calibration", config.paths.outcomes / "calibration.json"),
-        ):
-            write_json(folder / f"{name}.json", json.loads(source.read_text(encoding="utf-8")))
+        calibration = config.paths.outcomes / "calibration.json"
+        write_json(folder / "calibration.json", json.loads(calibration.read_text(encoding="utf-8")))
+        write_json(folder / "profile.json", read_profile(config))
         card = data_card(
             config.slug, about, states_schema(train.feature_names, train.drafters), schedules_schema(train.sizes)
         )
@@ -83,66 +81,49 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
     import numpy as np
 
     from treegraft.costs import CostModel
-    from treegraft.scheduling.features import feature_names
+    from treegraft.decoder import request_costs
+    from treegraft.scheduling.features import cost_features, feature_names
     from treegraft.values.lattice import Outcomes
     from treegraft.values.tables import build_tables
 
-    profile = json.loads(config.paths.profile.read_text(encoding="utf-8"))
+    if manifest["decoding"] != config.decoding.model_dump(mode="json"):
+        raise UserError(f"the outcomes have other decoding settings: run `pipeline label {config.slug}` again.")
+    costs = CostModel.from_json(read_profile(config)["cost_model"])
+    m = len(manifest["drafters"])
     prompts = []
     for turn in manifest["turns"]:
         if turn["split"] == split:
             with np.load(config.paths.outcomes / turn["file"]) as stored:
                 outcomes = Outcomes(**{name: stored[name] for name in Outcomes.__dataclass_fields__})
+            constant = cost_features(request_costs(costs, turn["prompt_tokens"]))
+            outcomes.features[..., : len(constant)] = constant
             prompts.append((turn["id"], turn["kind"], turn["prompt_tokens"], outcomes))
     settings = config.decoding.settings()
-    m = len(manifest["drafters"])
-    costs = CostModel.from_json(profile["cost_model"])
     return build_tables(prompts, feature_names(settings.depth, m), m, settings.depth, settings.verified_sizes, costs)
 
 
-def _learner() -> "HistGradientBoostingRegressor":
-    """Small and quick: it only has to find the policy under which margins are measured."""
-    from sklearn.ensemble import HistGradientBoostingRegressor
-
-    return HistGradientBoostingRegressor(max_iter=60, max_leaf_nodes=15, min_samples_leaf=50, random_state=0)
-
-
-def _rows(values: "np.ndarray") -> "np.ndarray":
-    return values.reshape(-1, values.shape[-1])
-
-
-def fit_learners(
-    tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray"
-) -> "list[HistGradientBoostingRegressor]":
-    """One regressor of the margin per action but the light one."""
-    features, labels = _rows(tables.features), _rows(margins)
-    return [_learner().fit(features, labels[:, j], sample_weight=visits.ravel()) for j in range(labels.shape[1])]
-
-
-def decide(learners: "list[HistGradientBoostingRegressor]", tables: "OutcomeTables") -> "IntArray":
-    """The learners' actions, int64 [P, S]."""
+def fit_learner(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> "Predict":
+    """Features [n, F] -> margins [n, m - 1]: quick, only meant to find the policy under which margins are measured."""
     import numpy as np
 
-    from treegraft.values.values import greedy_actions
+    from pipeline.baselines import fit_baseline
+    from pipeline.student import LabelledStates
 
-    features = _rows(tables.features)
-    predicted = np.stack([learner.predict(features) for learner in learners], axis=-1)
-    return greedy_actions(predicted).reshape(tables.features.shape[:2])
+    labels = margins.reshape(-1, margins.shape[-1]).astype(np.float32)
+    states = LabelledStates(rows_of(tables.features), labels, visits.ravel().astype(np.float32))
+    return fit_baseline("gradient_boosting", states)
 
 
 def fit_out_of_fold(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> "IntArray":
-    """Actions in every state, each prompt's from learners fitted on the other folds' prompts: int64 [P, S]."""
+    """Actions in every state, each question's from a learner fitted on the other folds' questions: int64 [P, S]."""
     import numpy as np
+
+    from pipeline.baselines import grouped_folds
 
     # A question's turns share a fold: ids are <kind>/<question>/<turn>.
     questions = np.array([prompt.rsplit("/", 1)[0] for prompt in tables.prompt_ids])
-    number = np.unique(questions, return_inverse=True)[1]
-    fold_of = (number % FOLDS)[tables.prompt_of]
     actions = np.zeros(tables.features.shape[:2], np.int64)
-    for fold in range(FOLDS):
-        inside = fold_of == fold
-        if inside.any() and not inside.all():
-            rest = tables.select(np.flatnonzero(number % FOLDS != fold))
-            learners = fit_learners(rest, margins[~inside], visits[~inside])
-            actions[inside] = decide(learners, tables.select(np.flatnonzero(number % FOLDS == fold)))
+    for fitted, held_out in grouped_folds(questions[tables.prompt_of], FOLDS):
+        rest, part = (tables.select(np.unique(tables.prompt_of[rows])) for rows in (fitted, held_out))
+        actions[held_out] = decide(fit_learner(rest, margins[fitted], visits[fitted]), part)
     return actions

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.treegraft.test_decoder import RandomScheduler
 
 from pipeline.pair import PairModels, encode_turns, load_pair_models, make_drafters
 from pipeline.params import PairConfig, load_pair
 from pipeline.prompts import load_prompts, split_prompts, take
 from pipeline.stages import STAGES
+from tests.treegraft.test_decoder import RandomScheduler
 from treegraft.decoder import Decoder
 from treegraft.scheduling.policy import Scheduler, always, never
 

@@ -108,7 +108,7 @@ def accepted_mass(probabilities: FloatArray, sizes: tuple[int, ...]) -> FloatArr
 
 
 def choose_size(mass: FloatArray, verify_ms: FloatArray, tokens_per_ms: float) -> int:
-    """Index of the verified size that is worth most at the rate of tokens per millisecond lately achieved.
+    """Index of the verified size that is worth most when a millisecond is worth ``tokens_per_ms`` elsewhere.
 
     Nodes are worth verifying while the tokens they are expected to add exceed what the target's added time would have
     brought elsewhere; taking the maximum over the grid holds also where the cost curve has steps.

@@ -83,8 +83,8 @@ class LanguageModel:
         name: the name from params.yaml, used in messages and file names.
         module: the model in evaluation mode, without gradients.
         tokenizer: its tokenizer.
-        vocab_size: tokens that exist; the logits may have more columns (rows padded for speed), never to be drafted or
-            emitted.
+        vocab_size: tokens that exist; the logits may have more columns (rows padded for speed), which are
+            never drafted.
         context_limit: most tokens (prompt and answer) that the model processes exactly.
         eos_token_ids: every id that ends an answer, ascending.
         folder: where it was loaded from.

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.pipeline.tiny_pair import SLUG, make_pair
 
 from pipeline.cli import main
 from pipeline.stages import STAGES
+from tests.pipeline.tiny_pair import SLUG, make_pair
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -23,7 +23,9 @@ def stage(name: str, *arguments: str) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_traces_load_with_datasets_and_pandas(finished: Path) -> None:
     loaded = datasets.load_dataset("parquet", data_files=files, cache_dir=str(finished / "cache"))
     prompts = [set(loaded[split]["prompt_id"]) for split in files]
     assert all(prompts)
-    assert not (prompts[0] & prompts[1] or prompts[0] & prompts[2] or prompts[1] & prompts[2])
+    assert len(set.union(*prompts)) == sum(map(len, prompts))
     frame = pd.read_parquet(sorted((folder / "schedules").glob("train-*.parquet"))[0])
     assert len(frame) % 8 == 0
     assert (frame["accepted"].map(max) <= frame["tokens_left"]).all()
@@ -88,7 +90,7 @@ def test_same_inputs_give_the_same_bytes(finished: Path, monkeypatch: pytest.Mon
 def test_a_killed_stage_goes_on_where_it_was(
     finished: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
 ) -> None:
-    """kill -9 once some scratch files are there; the earlier outputs stay whole, and the next run ends like any other."""
+    """kill -9 once some scratch files are there: the earlier outputs stay whole, the next run ends like any other."""
     monkeypatch.chdir(finished)
     output = Path(f"data/{'outcomes' if name == 'label' else 'evaluation'}/{SLUG}")
     before = contents(output)
@@ -122,11 +124,17 @@ def test_a_killed_stage_goes_on_where_it_was(
         ("evaluate", ["--set", "decoding.depth=2"], "depth"),
         ("label", ["--set", "decoding.dept=2"], "depth"),
         ("label", ["--set", "prompts.sources=[nowhere]"], "nowhere"),
-        ("label", ["--set", "threads=2"], "profile"),
+        ("evaluate", ["--set", "threads=2"], "profile"),
+        ("evaluate", ["--set", "decoding.look_back=1"], "look_back"),
     ],
 )
 def test_bad_input_is_one_sentence(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, arguments: list[str], sentence: str
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    arguments: list[str],
+    sentence: str,
 ) -> None:
     monkeypatch.chdir(finished)
     before = contents(finished / "data")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from tests.treegraft.tiny import save_tiny
 
 SLUG = "tiny-1.0"  # with a dot, as real slugs have

@@ -15,7 +15,7 @@ from transformers import (
 
 from tests.treegraft.tiny import tiny_language_model
 from treegraft.decoder import Decoder
-from treegraft.drafters import LanguageModelDrafter, NgramDrafter
+from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
 from treegraft.errors import UserError
 from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.policy import FixedSchedule
@@ -47,7 +47,7 @@ def test_the_law_of_the_output_is_the_targets() -> None:
     target = tiny_language_model(vocab_size=VOCAB, hidden=16, seed=3, name="target")
     drafter = tiny_language_model(vocab_size=VOCAB, hidden=16, seed=3, layers=1, name="drafter")
     settings = DraftSettings(depth=2, width=2, look_back=2, verified_sizes=(6,))
-    members = [NgramDrafter(0, settings.ngram), LanguageModelDrafter(1, drafter, VOCAB)]
+    members: list[Drafter] = [NgramDrafter(0, settings.ngram), LanguageModelDrafter(1, drafter, VOCAB)]
     decoder = Decoder(target, members, FixedSchedule((1, 0)), settings, ignore_eos=True)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0

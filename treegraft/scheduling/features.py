@@ -38,7 +38,7 @@ class SchedulingState:
 
 
 def feature_names(depth: int, drafters: int) -> list[str]:
-    """Names in order for D = depth and m = drafters: 7 + 2(m - 1) + 1 + D(m - 1) + ... entries."""
+    """Names in order for D = depth and m = drafters: 10 + (D + 2)(m - 1) of them."""
     strong = range(1, drafters)
     return [
         "log_prompt_tokens",
@@ -55,6 +55,12 @@ def feature_names(depth: int, drafters: int) -> list[str]:
         "frontier_overlap",
         "reselected_score",
     ]
+
+
+def cost_features(costs: RequestCosts) -> list[float]:
+    """The leading features, which are constant in a request and alone depend on the machine."""
+    ratios = [float(np.log(ms / costs.target_ms)) for ms in costs.drafter_ms]
+    return [float(np.log1p(costs.prompt_tokens)), costs.target_ms, *costs.drafter_ms, *ratios]
 
 
 def features(state: SchedulingState) -> NDArray[np.float32]:
@@ -75,10 +81,7 @@ def features(state: SchedulingState) -> NDArray[np.float32]:
         shape[5] = float(tree.score[again].mean())
     return np.array(
         [
-            np.log1p(costs.prompt_tokens),
-            costs.target_ms,
-            *costs.drafter_ms,
-            *(np.log(ms / costs.target_ms) for ms in costs.drafter_ms),
+            *cost_features(costs),
             state.layer / settings.depth,
             sum(action > 0 for action in state.prefix) / settings.depth,
             *called.ravel().tolist(),

@@ -70,6 +70,12 @@ def gains(tables: OutcomeTables, choice: IntArray) -> IntArray:
     return np.minimum(accepted + 1, tables.left[:, None])
 
 
+def draftable(tables: OutcomeTables) -> NDArray[np.bool_]:
+    """Whether anything may be drafted at a position ([P]): not where one token is left under the request's limit."""
+    drafted = (tables.nodes > 0)[..., None] | (tables.layer_tokens > 0)  # [P, U, D]
+    return np.asarray(drafted.any(axis=(1, 2)), np.bool_)
+
+
 def step_ms(tables: OutcomeTables, choice: IntArray, lag: FloatArray) -> FloatArray:
     """Modelled time of a step, float64 [P, U], when drafter j catches up on ``lag[j]`` tokens in its first call."""
     costs, m = tables.costs, tables.drafters
@@ -81,12 +87,11 @@ def step_ms(tables: OutcomeTables, choice: IntArray, lag: FloatArray) -> FloatAr
         total += costs.scheduler_ms * (m > 1)
         for j in range(m):
             plays = plans[:, layer] == j
-            new_tokens = tables.layer_tokens[:, plays, layer] + np.where(called[j, plays], 0.0, lag[j])
+            own = tables.layer_tokens[:, plays, layer]
+            new_tokens = own + np.where(called[j, plays] | (own == 0), 0.0, lag[j])
             total[:, plays] += costs.layer_ms(j, new_tokens, context)
             called[j, plays] = True
-    # Where nothing may be drafted (the last token of an answer) no layer runs.
-    draftable = tables.left > 1
-    return np.where(draftable[:, None], total, costs.verify_ms(0, context) + costs.step_ms)
+    return np.where(draftable(tables)[:, None], total, costs.verify_ms(0, context) + costs.step_ms)
 
 
 def replay(tables: OutcomeTables, actions: IntArray, rate: float | None = None) -> ReplayResult:
@@ -117,7 +122,7 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float) -> ReplayResult:
     accepted = tables.accepted[rows, codes, choice].astype(np.int64)
     gain = np.minimum(accepted + 1, tables.left)
     fixed_ms = verify_ms[rows, choice] + costs.step_ms
-    draftable = tables.left > 1
+    may_draft = draftable(tables)
 
     starts = np.searchsorted(tables.prompt_of, np.arange(len(tables.prompt_ids)))
     ends = np.append(starts[1:], len(tables))
@@ -132,7 +137,7 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float) -> ReplayResult:
         here = at[going]
         visited[here] = True
         steps[going] += 1
-        drafts = draftable[here]
+        drafts = may_draft[here]
         ms = np.where(drafts, fixed_ms[here], costs.verify_ms(0, tables.context[here]) + costs.step_ms)
         called = np.zeros((len(going), m), np.bool_)
         for layer in range(tables.depth):
@@ -141,15 +146,15 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float) -> ReplayResult:
                 acts = np.flatnonzero(drafts & (plans[here, layer] == j))
                 if not len(acts):
                     continue
-                first = ~called[acts, j]
                 tokens = tables.layer_tokens[here[acts], codes[here[acts]], layer]
+                first = ~called[acts, j] & (tokens > 0)  # a call that finds nothing to expand runs no forward
                 ms[acts] += costs.layer_ms(
                     j, tokens + np.where(first, lag[going[acts], j], 0), tables.context[here[acts]]
                 )
                 known = first & ~fresh[going[acts], j]
                 lag_sum[j] += lag[going[acts[known]], j].sum()
                 lag_count[j] += known.sum()
-                called[acts, j] = True
+                called[acts, j] |= tokens > 0
                 if j:
                     calls[going[acts]] += 1
         decode_ms[going] += ms
@@ -212,9 +217,11 @@ def oracle(tables: OutcomeTables) -> ReplayResult:
     gain = np.minimum(tables.accepted.astype(np.int64) + 1, tables.left[:, None, None])
     starts = np.searchsorted(tables.prompt_of, np.arange(len(tables.prompt_ids)))
     ends = np.append(starts[1:], len(tables))
-    strong_prefill = sum(np.asarray(tables.costs.layer_ms(j, tables.prompt_tokens, 0)) for j in range(1, m)) + np.zeros(
-        len(starts)
-    )
+    # The prompt is part of a first call of t tokens, f(t + prompt) in all; f(t) + f(prompt) - f(most t) is never more
+    # than that, as f rises. And a policy may call the cheapest drafter alone.
+    most = int(tables.layer_tokens.max(initial=1))
+    extra = [tables.costs.layer_ms(j, tables.prompt_tokens, 0) - tables.costs.layer_ms(j, most, 0) for j in range(1, m)]
+    strong_prefill = np.maximum(np.min(extra, axis=0), 0.0) if extra else np.zeros(len(starts))
     totals, steps = np.zeros(len(starts)), np.zeros(len(starts), np.int64)
     for prompt, (start, end) in enumerate(zip(starts, ends, strict=True)):
         without = _shortest(cost[start:end][:, light], gain[start:end][:, light])

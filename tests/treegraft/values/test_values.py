@@ -95,7 +95,7 @@ def test_replay_adds_up_the_steps_it_takes(seed: int) -> None:
             choice = int(np.argmax(tables.mass[row, u] - rate * np.array(verify)))
             gain = min(int(tables.accepted[row, u, choice]) + 1, left)
             called = False
-            if left > 1:
+            if left > 0:
                 ms += verify[choice]
                 for layer, action in enumerate(plan):
                     ms += tables.costs.scheduler_ms
@@ -136,15 +136,17 @@ def test_best_fixed_is_the_best_of_all() -> None:
 
 
 def test_policy_iteration_never_ends_slower_than_it_started() -> None:
-    tables = random_tables(4, prompts=6)
-    start = fixed_actions(tables, best_fixed(tables))
 
     def clairvoyant(tables: OutcomeTables, labels: np.ndarray, visits: np.ndarray) -> np.ndarray:
         return greedy_actions(labels)
 
-    result = policy_iteration(tables, start, clairvoyant, 6)
-    assert result.result.tokens_per_ms == max(result.rates)
-    assert result.result.tokens_per_ms > result.rates[0]
+    gained = 0
+    for seed in range(6):
+        tables = random_tables(seed, prompts=6)
+        result = policy_iteration(tables, fixed_actions(tables, best_fixed(tables)), clairvoyant, 6)
+        assert result.result.tokens_per_ms == max(result.rates)
+        gained += result.result.tokens_per_ms > result.rates[0]
+    assert gained >= 3
 
 
 def test_step_values_are_gain_less_time() -> None:
