@@ -4,15 +4,11 @@ Each becomes a function from features [n, F] to margins [n, m - 1] (or scores wh
 be replayed as a policy. It knows nothing of tables; whoever calls it replays.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from pipeline.student import LabelledStates
-
-Predict = Callable[[np.ndarray], np.ndarray]
+from pipeline.labelled import LabelledStates, Predict
 
 BASELINES = ("linear", "logistic", "decision_tree", "gradient_boosting")
 """Names, as in distill.json."""
@@ -21,7 +17,7 @@ TREE_DEPTH = 4
 MAX_BINS = 255  # scikit-learn's own limit
 
 
-def fit_baseline(name: str, states: "LabelledStates") -> Predict:
+def fit_baseline(name: str, states: LabelledStates) -> Predict:
     """Fit the learner ``name`` (one of ``BASELINES``), weighted by visits; equal states give an equal function."""
     used = states.weights > 0
     features, margins = states.features[used], states.margins[used]

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.labelled import LabelledStates, decide, rows_of
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from pipeline.baselines import Predict
     from pipeline.params import PairConfig
-    from pipeline.student import FittedStudent, LabelledStates
+    from pipeline.student import FittedStudent
     from treegraft.scheduling.checkpoint import SchedulerConfig
     from treegraft.scheduling.network import MarginNetwork
     from treegraft.values.replay import ReplayResult
@@ -143,11 +142,10 @@ def _fit(config: "PairConfig", inputs: Inputs, before: Fit | None, seed: int) ->
     )
 
 
-def labelled(tables: "OutcomeTables", network: "MarginNetwork | None") -> "LabelledStates":
+def labelled(tables: "OutcomeTables", network: "MarginNetwork | None") -> LabelledStates:
     """Training rows with the labels of the traces, or those that hold when ``network`` decides from there on."""
     import numpy as np
 
-    from pipeline.student import LabelledStates
     from treegraft.values.replay import replay
     from treegraft.values.values import margins, visit_weights
 
@@ -158,20 +156,6 @@ def labelled(tables: "OutcomeTables", network: "MarginNetwork | None") -> "Label
         values = margins(tables, actions, result.decode_rate, result.lag).astype(np.float32)
         visits = visit_weights(tables, actions, result.visited).astype(np.float32)
     return LabelledStates(rows_of(tables.features), rows_of(values), visits.reshape(-1))
-
-
-def rows_of(values: "np.ndarray") -> "np.ndarray":
-    """[P, S, n] as [P * S, n]."""
-    return values.reshape(-1, values.shape[-1])
-
-
-def decide(predict: "MarginNetwork | Predict", tables: "OutcomeTables") -> "np.ndarray":
-    """The action in every state, int [P, S], of a network or of any function from features to margins."""
-    from treegraft.scheduling.network import MarginNetwork
-    from treegraft.values.values import greedy_actions
-
-    margins_of = predict.margins if isinstance(predict, MarginNetwork) else predict
-    return greedy_actions(margins_of(rows_of(tables.features))).reshape(tables.features.shape[:2])
 
 
 def follow(predict: "MarginNetwork | Predict", tables: "OutcomeTables") -> "ReplayResult":
@@ -311,12 +295,11 @@ def _captured(rates: dict[str, float], names: list[str]) -> dict[str, float | No
     return {name: (rates[name] - single) / headroom if headroom > 0 else None for name in names}
 
 
-def cross_validate(tables: "OutcomeTables", states: "LabelledStates") -> dict[str, Any]:
+def cross_validate(tables: "OutcomeTables", states: LabelledStates) -> dict[str, Any]:
     """Every baseline's replayed rate on the training tables, each prompt decided by a model that never saw it."""
     import numpy as np
 
     from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
-    from pipeline.student import LabelledStates
     from treegraft.values.replay import replay
     from treegraft.values.values import greedy_actions
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.files import append_jsonl, file_digest, json_text, read_jsonl, replacing_folder, write_json, write_text
+from pipeline.labelled import decide
 from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
 from treegraft.errors import UserError
@@ -349,7 +350,7 @@ def replayed(bench: Bench) -> dict[str, Any]:
         name: replay(tables, fixed_actions(tables, plan), replay(train, fixed_actions(train, plan)).decode_rate)
         for name, plan in schedules.items()
     }
-    results["treegraft"] = replay(tables, _actions(bench, tables), bench.scheduler.rate_tokens_per_ms)
+    results["treegraft"] = replay(tables, decide(bench.network, tables), bench.scheduler.rate_tokens_per_ms)
     results |= {"plain": plain(tables), "oracle": oracle(tables)}
     kinds = np.array(tables.kinds)
 
@@ -362,13 +363,6 @@ def replayed(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _actions(bench: Bench, tables: "OutcomeTables") -> "np.ndarray":
-    from treegraft.values.values import greedy_actions
-
-    features = tables.features.reshape(-1, tables.features.shape[-1])
-    return greedy_actions(bench.network.margins(features)).reshape(tables.features.shape[:2])
-
-
 def node_calibration(bench: Bench, bins: int = 10) -> list[dict[str, float]]:
     """Predicted chance of a node to be accepted against the share accepted, for the trees the scheduler grows.
 
@@ -379,7 +373,7 @@ def node_calibration(bench: Bench, bins: int = 10) -> list[dict[str, float]]:
     from treegraft.values.states import played
 
     tables = bench.tables["test"]
-    rows, codes = np.arange(len(tables)), played(_actions(bench, tables), tables.depth, tables.drafters)
+    rows, codes = np.arange(len(tables)), played(decide(bench.network, tables), tables.depth, tables.drafters)
     nodes = np.minimum(tables.nodes[rows, codes][:, None], np.array(tables.sizes))  # [P, G]: nodes up to each size
     count = np.diff(nodes, axis=1).ravel()
     expected = np.diff(tables.mass[rows, codes].astype(np.float64), axis=1).ravel()
@@ -405,7 +399,7 @@ def provenance(config: "PairConfig") -> dict[str, Any]:
         done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
-    status = git("status", "--porcelain", "--untracked-files=no")
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)dvc.lock")
     return {
         "git_revision": git("rev-parse", "HEAD"),
         "dirty": None if status is None else bool(status),

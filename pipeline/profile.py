@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from treegraft.models import LanguageModel
 
 SCHEMA = 1
+USUAL_HIDDEN = (64, 32)  # a student's hidden layers; its cost hardly depends on them
 SETTLING_TOKENS = 32  # tokens decoded to measure what a step costs outside the models
 
 
@@ -178,7 +179,7 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
     scheduler_ms = 0.0
     if m > 1:
         names = feature_names(settings.depth, m)
-        widths = [len(names), *config.distill.hidden, m - 1]
+        widths = [len(names), *USUAL_HIDDEN, m - 1]
         shapes = list(itertools.pairwise(widths))
         zeros, ones = np.zeros(len(names), np.float32), np.ones(len(names), np.float32)
         weights, biases = [np.ones(s, np.float32) for s in shapes], [np.zeros(s[1], np.float32) for s in shapes]

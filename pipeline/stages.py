@@ -76,7 +76,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "label",
             "let the target answer the prompts and try every schedule at every position of the answers",
-            ("models/targets/<target>/", "models/drafters/<drafter>/", "data/prompts/", "data/profiles/<pair>.json"),
+            ("models/targets/<target>/", "models/drafters/<drafter>/", "data/prompts/"),
             ("data/outcomes/<pair>/",),
             ("models", "machine", "decoding", "prompts", "label"),
         ),

@@ -17,39 +17,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from pipeline.labelled import LabelledStates
 from treegraft.errors import UserError
 from treegraft.scheduling.network import MarginNetwork
 
 # Predicted advantage, in units of the labels' root mean square, over which the soft choice below goes from one action
 # to the other. At 0.5 a typical margin is a clear decision (e^2 : 1), and the gradient gathers around the boundary.
 CHOICE_TEMPERATURE = 0.5
-
-
-@dataclass(frozen=True)
-class LabelledStates:
-    """Training data: one row a scheduling state."""
-
-    features: np.ndarray
-    """float32 [n, F]."""
-    margins: np.ndarray
-    """float [n, m - 1]: advantage of each dearer drafter over the light one, in tokens."""
-    weights: np.ndarray
-    """float [n]: how often the state is visited; 0 leaves a row out."""
-
-    def __post_init__(self) -> None:
-        rows = len(self.features)
-        if self.features.ndim != 2 or self.margins.ndim != 2 or len(self.margins) != rows or len(self.weights) != rows:
-            raise ValueError(f"shapes {self.features.shape}, {self.margins.shape}, {self.weights.shape} do not fit")
-        for name in ("features", "margins", "weights"):
-            values = getattr(self, name)
-            if bad := int((~np.isfinite(values)).sum()):
-                row = [int(index) for index in np.argwhere(~np.isfinite(values))[0]]
-                raise UserError(
-                    f"{bad} of {values.size} training {name} are NaN or infinite, the first at {row} (row, column); "
-                    "make the traces again with `pipeline traces`."
-                )
-        if (self.weights < 0).any() or not (self.weights > 0).any():
-            raise UserError("The training weights must not be negative, and some must be above 0.")
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ learner, so all three tables mean the same.
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distill import decide, rows_of
 from pipeline.files import replacing_folder, write_json, write_text
 from pipeline.label import read_manifest
+from pipeline.labelled import LabelledStates, Predict, decide, rows_of
 from pipeline.profile import read_profile
 from pipeline.progress import log
 from pipeline.prompts import SPLITS
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.baselines import Predict
     from pipeline.params import PairConfig
     from treegraft.values.tables import OutcomeTables
     from treegraft.values.values import FloatArray, IntArray
@@ -102,12 +101,11 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
     return build_tables(prompts, feature_names(settings.depth, m), m, settings.depth, settings.verified_sizes, costs)
 
 
-def fit_learner(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> "Predict":
+def fit_learner(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> Predict:
     """Features [n, F] -> margins [n, m - 1]: quick, only meant to find the policy under which margins are measured."""
     import numpy as np
 
     from pipeline.baselines import fit_baseline
-    from pipeline.student import LabelledStates
 
     labels = margins.reshape(-1, margins.shape[-1]).astype(np.float32)
     states = LabelledStates(rows_of(tables.features), labels, visits.ravel().astype(np.float32))

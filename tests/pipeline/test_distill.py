@@ -13,8 +13,9 @@ import pytest
 from pipeline import distill
 from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
 from pipeline.files import write_json
+from pipeline.labelled import LabelledStates
 from pipeline.params import PairConfig, load_pair
-from pipeline.student import LabelledStates, Student, fit_student
+from pipeline.student import Student, fit_student
 from treegraft.costs import CostModel, LatencyCurve
 from treegraft.errors import UserError
 from treegraft.scheduling.checkpoint import load_scheduler
