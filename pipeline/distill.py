@@ -11,7 +11,6 @@ are all chosen by the replayed speed on the validation prompts; a loss decides n
 """
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.files import read_json
 from pipeline.labelled import LabelledStates, decide, rows_of
 from treegraft.errors import UserError
 
@@ -273,10 +273,10 @@ def _rates(
     tables: "OutcomeTables", learners: dict[str, Any], schedule: tuple[int, ...], drafters: list[str]
 ) -> dict[str, float]:
     """Replayed rate of everything that can be compared on one split."""
-    from treegraft.values.replay import fixed_actions, oracle, plain, replay
+    from treegraft.values.replay import oracle, plain, replay_fixed
 
     def fixed(actions: tuple[int, ...]) -> float:
-        return replay(tables, fixed_actions(tables, actions)).tokens_per_ms
+        return replay_fixed(tables, actions).tokens_per_ms
 
     depth, last = len(schedule), len(drafters) - 1
     rates = {"plain": plain(tables).tokens_per_ms, "ngram": fixed((0,) * depth), "strong": fixed((last,) * depth)}
@@ -351,7 +351,7 @@ def read_inputs(config: "PairConfig") -> Inputs:
         tables["train"],
         tables["validation"],
         tables["test"],
-        _read_json(folder / "calibration.json", redo),
+        read_json(folder / "calibration.json", redo),
         _tokenizers(folder / "profile.json", redo),
         best_fixed(tables["validation"]),
         _digest(config),
@@ -386,22 +386,10 @@ def _check_tables(config: "PairConfig", tables: "OutcomeTables", where: str, red
 
 def _tokenizers(path: Path, redo: str) -> dict[str, str]:
     """The hashes of the pair's tokenizers, which the profile recorded."""
-    hashes = _read_json(path, redo).get("tokenizer_hashes")
+    hashes = read_json(path, redo).get("tokenizer_hashes")
     if not isinstance(hashes, dict) or not hashes:
         raise UserError(f"{path} has no tokenizer_hashes; {redo}.")
     return hashes
-
-
-def _read_json(path: Path, redo: str) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; {redo}.") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); {redo}.") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold an object; {redo}.")
-    return value
 
 
 def _digest(config: "PairConfig") -> str:

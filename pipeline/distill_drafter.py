@@ -55,27 +55,25 @@ class DrafterRecipe:
     layers: tuple[int, ...] = (0, 6, 12, 18, 24, 29)
     """Layers of the target that the student starts from, one for each of `teacher.hidden_after`."""
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
-    self_shards: int = 5
+    self_shards: int = 2
     """Batches of self-written chats, beside the batches that hold the given prompts."""
     given_row_tokens: int = 0
     """Chat length of given prompts; one that leaves no 16 tokens for an answer is left out. 0: none is taught."""
-    fit_rows: int = 64
+    fit_rows: int = 48
     """Chats that the closed-form fit reads; 0 leaves the copied layers as they are."""
     fit_ridge: float = 1e-3
     """Pull towards the copied projection, as a share of the mean squared feature."""
-    match_steps: int = 300
-    """Steps on hidden states alone."""
-    distil_steps: int = 900
-    """Steps on hidden states and next tokens."""
+    match_steps: int = 120
+    """Steps on hidden states alone; the rest is on hidden states and next tokens."""
     batch_rows: int = 2
     """Chats in one step."""
     learning_rate: float = 1e-3
     """Peak of the schedule (see `learning_rate`)."""
     warmup_steps: int = 30
     hold_steps: int = 75
-    """Steps at the peak, warm-up included."""
-    settle_rate: float = 5e-4
-    """Rate after them, from which it falls linearly to zero at the last step."""
+    """Steps until the first fall, warm-up included."""
+    falls: tuple[tuple[int, float], ...] = ((90, 5e-4), (45, 6e-4), (60, 6e-4))
+    """(steps, rate it begins with) of each fall of the learning rate to zero; training ends with the last one."""
     vocabulary: int = 4096
     """Frequent tokens that are always in the reduced vocabulary."""
     random_tokens: int = 512
@@ -86,8 +84,13 @@ class DrafterRecipe:
     """Weight of the hidden-state distance while distilling (1 while matching)."""
     greedy_weight: float = 0.5
     """Share of cross-entropy on the greedy token; the rest is divergence from the target's distribution."""
-    checkpoint_steps: int = 100
+    checkpoint_steps: int = 75
     seed: int = 0
+
+    @property
+    def total_steps(self) -> int:
+        """All steps of training."""
+        return self.hold_steps + sum(steps for steps, _ in self.falls)
 
 
 class ChatStore:
@@ -205,11 +208,15 @@ def chat_loss(
 
 
 def learning_rate(recipe: DrafterRecipe, step: int) -> float:
-    """Linear warm-up, `learning_rate` for `hold_steps`, then from `settle_rate` linearly down to zero."""
+    """Linear warm-up to the peak, the peak, then one linear fall to zero after another (see `DrafterRecipe.falls`)."""
     if step < recipe.hold_steps:
         return recipe.learning_rate * min(1.0, (step + 1) / recipe.warmup_steps)
-    total = recipe.match_steps + recipe.distil_steps
-    return recipe.settle_rate * (total - step) / (total - recipe.hold_steps)
+    end = recipe.hold_steps
+    for steps, rate in recipe.falls:
+        end += steps
+        if step < end:
+            return rate * (end - step) / steps
+    return 0.0
 
 
 def teach(
@@ -322,7 +329,7 @@ def _optimise(
         fused=True,
     )
     checkpoint, curve = work / "checkpoint.pt", work / "curve.jsonl"
-    step, seconds, total = 0, 0.0, recipe.match_steps + recipe.distil_steps
+    step, seconds, total = 0, 0.0, recipe.total_steps
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         step, seconds = saved["step"], saved["seconds"]

@@ -24,6 +24,7 @@ from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
+    from transformers import PreTrainedModel
 
     from pipeline.pair import PairModels
     from pipeline.params import PairConfig
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from treegraft.scheduling.network import MarginNetwork
     from treegraft.values.tables import OutcomeTables
 
-WARM_UP_TOKENS = 16
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation uses 10
 
 Method = Callable[["np.ndarray"], dict[str, Any]]
@@ -59,7 +59,7 @@ def run(config: "PairConfig") -> None:
     prompts = select_prompts(config.prompts.sources, config.label)["test"]
     bench = prepare(config)
     methods = make_methods(bench)
-    scratch = _scratch(config)
+    scratch = _scratch(config, prompts)
     rows = measure(bench, methods, prompts, scratch / "turns.jsonl")
     summary = summarize(bench, rows)
     summary |= {"started": started, "ended": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -100,7 +100,7 @@ def prepare(config: "PairConfig") -> Bench:
             f"the scheduler in {config.paths.scheduler} is of another profile: run `pipeline traces {config.slug}` "
             f"and `pipeline distill {config.slug}` again."
         )
-    tables = {split: read_traces(config.paths.traces, split) for split in ("train", "test")}
+    tables = {split: read_traces(config.paths.traces, split) for split in ("train", "validation", "test")}
     return Bench(config, models, scheduler, network, tables)
 
 
@@ -108,13 +108,13 @@ def make_methods(bench: Bench) -> dict[str, Method]:
     """Every method as a function of the prompt's tokens."""
     from treegraft.scheduling.features import feature_names
     from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler, never
-    from treegraft.values.replay import fixed_actions, replay
+    from treegraft.values.replay import joint_rate, replay_fixed
 
     config, scheduler = bench.config, bench.scheduler
-    m, depth, train = len(config.drafters), config.decoding.depth, bench.tables["train"]
+    m, depth = len(config.drafters), config.decoding.depth
 
     def rate(schedule: tuple[int, ...]) -> float:
-        return replay(train, fixed_actions(train, schedule)).decode_rate
+        return joint_rate([replay_fixed(bench.tables[split], schedule) for split in ("train", "validation")])
 
     last = (m - 1,) * depth
     names = feature_names(depth, m)
@@ -190,27 +190,37 @@ def _row(metrics: "DecodingMetrics", decoder: "Decoder") -> dict[str, Any]:
 def _hf_methods(bench: Bench) -> dict[str, Method]:
     """transformers' own speculative decoding, as its documentation sets it up; it reports no steps."""
     strong = bench.models.drafters[-1]
-    settings: dict[str, dict[str, Any]] = {"hf_prompt_lookup": {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}}
+    methods = {"hf_prompt_lookup": _hf_method(bench, None)}
     if strong is not None:
-        settings["hf_assisted"] = {"assistant_model": strong.module}
-    return {name: _hf_method(bench, arguments) for name, arguments in settings.items()}
+        methods["hf_assisted"] = _hf_method(bench, strong.module)
+    return methods
 
 
-def _hf_method(bench: Bench, arguments: dict[str, Any]) -> Method:
+def _hf_method(bench: Bench, assistant: "PreTrainedModel | None") -> Method:
     from time import perf_counter
 
     import torch
+    from transformers import GenerationConfig
 
     target, settings = bench.models.target, bench.config.evaluate
-    sampling = (
-        {"do_sample": True, "temperature": settings.temperature} if settings.temperature else {"do_sample": False}
+    # Nothing of the model's own generation settings (a repetition penalty, say): the same task for all methods.
+    neutral = GenerationConfig(
+        max_new_tokens=settings.max_new_tokens,
+        do_sample=settings.temperature > 0,
+        temperature=settings.temperature or 1.0,
+        top_k=0,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        eos_token_id=list(target.eos_token_ids),
+        pad_token_id=target.eos_token_ids[0] if target.eos_token_ids else 0,
+        prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS if assistant is None else None,
     )
 
     def method(tokens: "np.ndarray") -> dict[str, Any]:
         started = perf_counter()
         ids = torch.from_numpy(tokens)[None].to(target.device)
         out: Any = target.module.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=settings.max_new_tokens, **sampling, **arguments
+            ids, attention_mask=torch.ones_like(ids), generation_config=neutral, assistant_model=assistant
         )
         emitted = out[0, len(tokens) :].tolist()
         seconds = perf_counter() - started
@@ -341,13 +351,18 @@ def replayed(bench: Bench) -> dict[str, Any]:
     """Modelled tokens per ms of every method on the test tables, in all and for each benchmark."""
     import numpy as np
 
-    from treegraft.values.replay import fixed_actions, oracle, plain, replay
+    from treegraft.values.replay import joint_rate, oracle, plain, replay, replay_fixed
 
-    tables, train, m = bench.tables["test"], bench.tables["train"], len(bench.config.drafters)
-    schedules = {"ngram": (), "strong": (m - 1,) * tables.depth, "fixed": bench.scheduler.best_fixed}
+    tables, m = bench.tables["test"], len(bench.config.drafters)
+    seen = [bench.tables[split] for split in ("train", "validation")]
+    schedules: dict[str, tuple[int, ...]] = {
+        "ngram": (),
+        "strong": (m - 1,) * tables.depth,
+        "fixed": bench.scheduler.best_fixed,
+    }
     # Verified sizes at the rates that the measured methods used.
     results = {
-        name: replay(tables, fixed_actions(tables, plan), replay(train, fixed_actions(train, plan)).decode_rate)
+        name: replay_fixed(tables, plan, joint_rate([replay_fixed(part, plan) for part in seen]))
         for name, plan in schedules.items()
     }
     results["treegraft"] = replay(tables, decide(bench.network, tables), bench.scheduler.rate_tokens_per_ms)
@@ -408,13 +423,16 @@ def provenance(config: "PairConfig") -> dict[str, Any]:
     }
 
 
-def _scratch(config: "PairConfig") -> Path:
+def _scratch(config: "PairConfig", prompts: list[Prompt]) -> Path:
     """The scratch folder of measurements of exactly this scheduler, code and configuration."""
     import treegraft
 
-    code = [*sorted(Path(treegraft.__path__[0]).rglob("*.py")), Path(__file__)]
+    code = [*sorted(Path(treegraft.__path__[0]).rglob("*.py")), Path(__file__), Path(__file__).with_name("pair.py")]
+    manifests = [config.paths.manifest("fetch"), config.paths.manifest("draft"), config.paths.traces / "manifest.json"]
     parts = {
         "config": config.model_dump(mode="json"),
+        "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
+        "inputs": [file_digest(path) for path in [*manifests, config.paths.profile] if path.exists()],
         "scheduler": [file_digest(config.paths.scheduler / name) for name in ("config.json", "model.safetensors")],
         "code": [file_digest(path) for path in code],
     }

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from treegraft.errors import UserError
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -49,6 +51,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    for written in temporary.rglob("*"):
+        _flush(written)
     if path.exists():
         path.rename(old)
     temporary.rename(path)
@@ -73,6 +77,26 @@ def write_json(path: Path, value: Any) -> None:
     Numbers that are not finite become null; numpy scalars and arrays, tuples and paths become what JSON has for them.
     """
     write_text(path, json_text(value))
+
+
+def read_json(path: Path, mend: str) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    ``mend`` says what to do where it is missing or damaged: the end of the UserError.
+    """
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {mend}.") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): {mend}.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold an object: {mend}.")
+    return value
 
 
 def write_json_if_changed(path: Path, value: Any) -> bool:

@@ -17,10 +17,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import json_text, replacing_folder, write_bytes, write_json
+from pipeline.files import json_text, read_json, replacing_folder, write_bytes, write_json
 from pipeline.progress import log, progress
 from pipeline.prompts import SPLITS, Prompt, select_prompts
-from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -190,7 +189,8 @@ def evaluate(
     for turn in progress(missing, total=len(turns), desc="label, schedules", initial=done, unit="turn"):
         # Outcomes do not depend on the machine's speed: stage traces puts the measured costs into the features.
         unit = RequestCosts(turn.prompt_tokens, 1.0, (1.0,) * (len(models.drafters) - 1))
-        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, config.label.max_new_tokens, unit)
+        limit = min(config.label.max_new_tokens, models.target.context_limit - turn.prompt_tokens)
+        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, limit, unit)
         arrays = {name: getattr(outcomes, name) for name in Outcomes.__dataclass_fields__}
         write_bytes(scratch / "outcomes" / turn.file, npz_bytes(arrays))
 
@@ -235,8 +235,4 @@ def publish(config: "PairConfig", turns: list[Turn], calibration: "Calibration",
 
 def read_manifest(config: "PairConfig") -> dict[str, Any]:
     """The outcomes' manifest; UserError where the stage has not finished."""
-    path = config.paths.outcomes / "manifest.json"
-    if not path.exists():
-        raise UserError(f"{path} is missing: run `pipeline label {config.slug}` first.")
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return manifest
+    return read_json(config.paths.outcomes / "manifest.json", f"run `pipeline label {config.slug}`")

@@ -5,13 +5,12 @@ The cost model that comes out is the clock of labels, replay and the verified si
 """
 
 import itertools
-import json
 import statistics
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import write_json
+from pipeline.files import read_json, write_json
 from pipeline.progress import progress
 from treegraft.errors import UserError
 
@@ -21,9 +20,12 @@ if TYPE_CHECKING:
     from pipeline.pair import PairModels
     from pipeline.params import PairConfig
     from treegraft.costs import CostModel
+    from treegraft.drafters.lm import RowStore
     from treegraft.models import LanguageModel
+    from treegraft.runner import ModelRunner
 
 SCHEMA = 1
+PREFILL_TOKENS = (1, 64, 256)  # lengths at which tokens without logits are timed
 USUAL_HIDDEN = (64, 32)  # a student's hidden layers; its cost hardly depends on them
 SETTLING_TOKENS = 32  # tokens decoded to measure what a step costs outside the models
 
@@ -38,15 +40,21 @@ def run(config: "PairConfig") -> None:
     for model in (models.target, *models.drafters):
         if model is not None:
             grids[model.name] = measure(config, model, is_drafter=model is not models.target)
-    curves = {
-        name: LatencyCurve(grid["new_tokens"], grid["context_lengths"], grid["ms"]) for name, grid in grids.items()
-    }
-    light_ms, scheduler_ms, step_ms = overheads(config, models)
+
+    def curve(model: "LanguageModel", kind: str) -> LatencyCurve:
+        grid = grids[model.name][kind]
+        return LatencyCurve(grid["new_tokens"], grid["context_lengths"], grid["ms"])
+
+    drafters = models.drafters
+    light_ms, scheduler_ms, graft_ms, step_ms = overheads(config, models)
     costs = CostModel(
-        target=curves[models.target.name],
-        drafters=tuple(None if drafter is None else curves[drafter.name] for drafter in models.drafters),
+        target=curve(models.target, "nodes"),
+        drafters=tuple(None if model is None else curve(model, "nodes") for model in drafters),
+        target_prefill=curve(models.target, "prefill"),
+        drafter_prefill=tuple(None if model is None else curve(model, "prefill") for model in drafters),
         light_ms=light_ms,
         scheduler_ms=scheduler_ms,
+        graft_ms=graft_ms,
         step_ms=step_ms,
     )
     profile = {
@@ -62,13 +70,9 @@ def run(config: "PairConfig") -> None:
 
 def read_profile(config: "PairConfig") -> dict[str, Any]:
     """The pair's profile; UserError if it is missing or damaged."""
-    path = config.paths.profile
-    try:
-        profile: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: run `pipeline profile {config.slug}` first.") from None
-    except ValueError:
-        raise UserError(f"{path} is damaged: run `pipeline profile {config.slug}` again.") from None
+    profile = read_json(config.paths.profile, f"run `pipeline profile {config.slug}`")
+    if profile.get("schema") != SCHEMA or not isinstance(profile.get("machine"), dict):
+        raise UserError(f"{config.paths.profile} is of another version: run `pipeline profile {config.slug}` again.")
     return profile
 
 
@@ -88,52 +92,57 @@ def load_costs(config: "PairConfig", models: "PairModels") -> "CostModel":
     return CostModel.from_json(profile["cost_model"])
 
 
-def measure(config: "PairConfig", model: "LanguageModel", is_drafter: bool) -> dict[str, Any]:
+def measure(config: "PairConfig", model: "LanguageModel", is_drafter: bool) -> dict[str, dict[str, Any]]:
+    """Latencies of tree nodes (every one gets logits) and of prefilled tokens (the last one does), on their grids."""
+    settings = config.profile
+    most = max(*settings.new_tokens, *PREFILL_TOKENS)
+    contexts = [c for c in settings.context_lengths if c + most <= model.context_limit]
+    if not contexts:
+        raise UserError(
+            f"{model.name} holds {model.context_limit} tokens, less than profile.context_lengths and {most} new ones: "
+            "lower profile.context_lengths."
+        )
+    nodes = _measure_grid(config, model, settings.new_tokens, tuple(contexts), "drafter" if is_drafter else "target")
+    prefill = _measure_grid(config, model, PREFILL_TOKENS, (contexts[0],), "prefill")
+    return {"nodes": nodes, "prefill": prefill}
+
+
+def _measure_grid(
+    config: "PairConfig", model: "LanguageModel", new_tokens: tuple[int, ...], contexts: tuple[int, ...], kind: str
+) -> dict[str, Any]:
     """Medians (and the spread between the quartiles) of forwards of n new tokens after c context tokens, in ms."""
     import numpy as np
 
     from treegraft.drafters.lm import RowStore
     from treegraft.runner import ModelRunner
 
-    settings = config.profile
-    contexts = [c for c in settings.context_lengths if c + settings.new_tokens[-1] <= model.context_limit]
-    if not contexts:
-        raise UserError(
-            f"{model.name} holds {model.context_limit} tokens, less than profile.context_lengths and new_tokens want: "
-            "lower them."
-        )
     runner = ModelRunner(model)
-    runner.reset(contexts[-1] + settings.new_tokens[-1])
-    store = RowStore(model.vocab_size, config.decoding.width, 1.0)
-    random = np.random.default_rng(config.seed)
-    text = random.integers(0, model.vocab_size, contexts[-1] + settings.new_tokens[-1])
-    cells = [(n, c) for c in contexts for n in settings.new_tokens]
-    times: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
+    runner.reset(contexts[-1] + new_tokens[-1])
+    store = RowStore(model.vocab_size, config.decoding.width, 1.0) if kind == "drafter" else None
+    text = np.random.default_rng(config.seed).integers(0, model.vocab_size, contexts[-1] + new_tokens[-1])
+    repeats = config.profile.repeats if kind != "prefill" else min(3, config.profile.repeats)
+    times: dict[tuple[int, int], list[float]] = {(n, c): [] for c in contexts for n in new_tokens}
     for context in contexts:
         runner.prefill(text[runner.committed : context])
-        here = [cell for cell in cells if cell[1] == context]
         # Round by round over all sizes, so that a slow minute of the machine does not fall on one of them alone.
-        for repeat in progress(
-            range(settings.repeats + 1), desc=f"profile {model.name}, context {context}", unit="round"
-        ):
-            for n, c in here:
-                elapsed = _time_forward(runner, text[c : c + n], store if is_drafter else None)
+        rounds = progress(range(repeats + 1), desc=f"profile {model.name}, {kind}, context {context}", unit="round")
+        for repeat in rounds:
+            for n in new_tokens:
+                elapsed = _time_forward(runner, text[context : context + n], store, kind == "prefill")
                 if repeat:  # the first round warms up
-                    times[n, c].append(elapsed)
-    grid = np.array([[statistics.median(times[n, c]) for c in contexts] for n in settings.new_tokens])
-    spread = np.array(
-        [[np.subtract(*np.percentile(times[n, c], [75, 25])) for c in contexts] for n in settings.new_tokens]
-    )
+                    times[n, context].append(elapsed)
+    grid = np.array([[statistics.median(times[n, c]) for c in contexts] for n in new_tokens])
+    spread = np.array([[np.subtract(*np.percentile(times[n, c], [75, 25])) for c in contexts] for n in new_tokens])
     return {
-        "new_tokens": list(settings.new_tokens),
-        "context_lengths": contexts,
+        "new_tokens": list(new_tokens),
+        "context_lengths": list(contexts),
         "ms": grid.round(4).tolist(),
         "quartile_spread_ms": spread.round(4).tolist(),
-        "repeats": settings.repeats,
+        "repeats": repeats,
     }
 
 
-def _time_forward(runner: Any, tokens: "np.ndarray", store: Any) -> float:
+def _time_forward(runner: "ModelRunner", tokens: "np.ndarray", store: "RowStore | None", last_only: bool) -> float:
     """Milliseconds until the host has what the decoder reads: the argmax tokens, or a drafter's top tokens."""
     import numpy as np
 
@@ -141,7 +150,7 @@ def _time_forward(runner: Any, tokens: "np.ndarray", store: Any) -> float:
     visible = np.tri(n, dtype=np.bool_)
     positions = runner.committed + np.arange(n)
     started = perf_counter()
-    logits = runner.forward(tokens, positions, visible, slice(0, n))
+    logits = runner.forward(tokens, positions, visible, slice(n - 1 if last_only else 0, n))
     if store is None:
         logits.argmax(-1).tolist()
     else:
@@ -153,12 +162,15 @@ def _time_forward(runner: Any, tokens: "np.ndarray", store: Any) -> float:
     return elapsed
 
 
-def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float, float]:
-    """Milliseconds of one n-gram layer, of one decision, and of the rest of a step, measured while decoding."""
+def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float, float, float]:
+    """Milliseconds of one n-gram layer, of one decision, of one graft's tree work, and of the rest of a step."""
     import numpy as np
+    import torch
 
     from pipeline.pair import make_drafters
     from treegraft.decoder import Decoder
+    from treegraft.drafters.lm import RowStore
+    from treegraft.grafting import graft, plan_call
     from treegraft.scheduling.features import RequestCosts, SchedulingState, feature_names
     from treegraft.scheduling.network import MarginNetwork
     from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler
@@ -170,6 +182,7 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
     prompt = (np.arange(48) % 12 + 100) % models.target.vocab_size
     alternating = FixedSchedule(tuple(layer % m for layer in range(settings.depth)))
     decoder = Decoder(models.target, make_drafters(models, config, None), alternating, settings, ignore_eos=True)
+    decoder.generate(prompt.tolist(), SETTLING_TOKENS // 4)  # warms up
     metrics = decoder.generate(prompt.tolist(), SETTLING_TOKENS).metrics
     light = [i for i, model in enumerate(models.drafters) if model is None]
     light_ms = metrics.draft_light_ms / max(sum(metrics.calls[i] for i in light), 1)
@@ -185,7 +198,20 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
         weights, biases = [np.ones(s, np.float32) for s in shapes], [np.zeros(s[1], np.float32) for s in shapes]
         scheduler = LearnedScheduler(MarginNetwork(weights, biases, zeros, ones), names, names)
         scheduler_ms = _median_ms(lambda: scheduler.choose(state))
-    return light_ms, scheduler_ms, metrics.other_ms / metrics.steps
+    graft_ms = 0.0
+    if len(light) < m:
+        strong = next(i for i, model in enumerate(models.drafters) if model is not None)
+        store = RowStore(models.vocabulary[strong], settings.width, 1.0)
+        rows = store.append(torch.randn(len(tree), models.vocabulary[strong], device=models.target.device))
+
+        def work() -> None:
+            grown = tree.copy()
+            nodes = plan_call(grown, strong, settings, 2, 8)
+            grown.row[strong, nodes] = rows[: len(nodes)]
+            graft(grown, strong, store, settings, 2, 8)
+
+        graft_ms = _median_ms(work)
+    return light_ms, scheduler_ms, graft_ms, metrics.other_ms / metrics.steps
 
 
 def _median_ms(call: Callable[[], object], repeats: int = 51) -> float:

@@ -11,7 +11,6 @@ Reads data/evaluation/<pair>/{runs.jsonl, summary.json} and reports/<pair>/disti
 Numbers are made in `pipeline.aggregate`, pages in `pipeline.report_html`; this module only reads and writes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ PLOT_COLUMNS = {
 def run(config: "PairConfig") -> None:
     """Write the report of one pair; UserError if its evaluation or distillation is missing, unfinished or malformed."""
     from pipeline.aggregate import build_report, parse_summary
-    from pipeline.files import write_json, write_text
+    from pipeline.files import read_json, write_json, write_text
     from pipeline.report_html import render_html, render_markdown
 
     again = f"run `pipeline evaluate {config.slug}` again"
@@ -68,23 +67,6 @@ def read_runs(path: Path, again: str) -> "list[Run]":
     if lines.pop():  # a whole file ends with a line end
         raise UserError(f"{path} breaks off in line {len(lines) + 1}, so evaluate was interrupted: {again}")
     return [parse_run(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-
-
-def read_json(path: Path, mend: str) -> dict[str, Any]:
-    """A JSON object. `mend` says what to do when it is missing or malformed (end of a UserError)."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is missing: {mend}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): {mend}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds no JSON object: {mend}")
-    return data
 
 
 def metrics(report: Mapping[str, Any]) -> dict[str, float]:

@@ -171,7 +171,7 @@ class BatchDecoder:
         config = model.config
         self.model = model
         self.heads: int = config.num_attention_heads
-        self.kv_heads: int = config.num_key_value_heads
+        self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
         self.head_dim: int = config.hidden_size // config.num_attention_heads
         # keys lie transposed, [layer][rows, kv_heads, head_dim, row_tokens], so that scores are one plain product
         self.keys = [torch.zeros(rows, self.kv_heads, self.head_dim, row_tokens) for _ in model.model.layers]

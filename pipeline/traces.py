@@ -5,10 +5,10 @@ decides each prompt without having seen it, replay, relabel. The labels of valid
 learner, so all three tables mean the same.
 """
 
-import json
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
-from pipeline.files import replacing_folder, write_json, write_text
+from pipeline.files import read_json, replacing_folder, write_json, write_text
 from pipeline.label import read_manifest
 from pipeline.labelled import LabelledStates, Predict, decide, rows_of
 from pipeline.profile import read_profile
@@ -31,6 +31,7 @@ def run(config: "PairConfig") -> None:
     from treegraft.values.values import margins, policy_iteration, visit_weights
 
     manifest = read_manifest(config)
+    calibration = read_json(config.paths.outcomes / "calibration.json", f"run `pipeline label {config.slug}` again")
     tables = {split: load_split(config, manifest, split) for split in SPLITS}
     train = tables["train"]
     if train.drafters < 2:
@@ -42,11 +43,10 @@ def run(config: "PairConfig") -> None:
     labels = policy_iteration(train, start, fit_out_of_fold, config.traces.policy_iterations)
     log("traces: replayed tokens/s by round of policy iteration: " + ", ".join(f"{1000 * r:.2f}" for r in labels.rates))
     labelled = {"train": train.labelled(labels.margins, labels.visits)}
-    improved = labels.result.tokens_per_ms > labels.rates[0]
-    learner = fit_learner(train, labels.margins, labels.visits)
+    learner = None if labels.learnt_from is None else fit_learner(train, *labels.learnt_from)
     for split in SPLITS[1:]:
         part = tables[split]
-        actions = decide(learner, part) if improved else fixed_actions(part, schedule)
+        actions = fixed_actions(part, schedule) if learner is None else decide(learner, part)
         played = replay(part, actions)
         labelled[split] = part.labelled(
             margins(part, actions, labels.result.decode_rate, labels.result.lag),
@@ -65,8 +65,7 @@ def run(config: "PairConfig") -> None:
             "policy_iteration_tokens_per_ms": labels.rates,
             "splits": splits,
         }
-        calibration = config.paths.outcomes / "calibration.json"
-        write_json(folder / "calibration.json", json.loads(calibration.read_text(encoding="utf-8")))
+        write_json(folder / "calibration.json", calibration)
         write_json(folder / "profile.json", read_profile(config))
         card = data_card(
             config.slug, about, states_schema(train.feature_names, train.drafters), schedules_schema(train.sizes)
@@ -85,15 +84,19 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
     from treegraft.values.lattice import Outcomes
     from treegraft.values.tables import build_tables
 
-    if manifest["decoding"] != config.decoding.model_dump(mode="json"):
+    if manifest.get("decoding") != config.decoding.model_dump(mode="json"):
         raise UserError(f"the outcomes have other decoding settings: run `pipeline label {config.slug}` again.")
     costs = CostModel.from_json(read_profile(config)["cost_model"])
     m = len(manifest["drafters"])
     prompts = []
     for turn in manifest["turns"]:
         if turn["split"] == split:
-            with np.load(config.paths.outcomes / turn["file"]) as stored:
-                outcomes = Outcomes(**{name: stored[name] for name in Outcomes.__dataclass_fields__})
+            path = config.paths.outcomes / turn["file"]
+            try:
+                with np.load(path) as stored:
+                    outcomes = Outcomes(**{name: stored[name] for name in Outcomes.__dataclass_fields__})
+            except (OSError, ValueError, KeyError, BadZipFile) as error:
+                raise UserError(f"{path} is damaged or missing: run `pipeline label {config.slug}` again.") from error
             constant = cost_features(request_costs(costs, turn["prompt_tokens"]))
             outcomes.features[..., : len(constant)] = constant
             prompts.append((turn["id"], turn["kind"], turn["prompt_tokens"], outcomes))

@@ -72,8 +72,14 @@ class CostModel:
     target: LatencyCurve
     drafters: tuple[LatencyCurve | None, ...]
     """Of each drafter, [m]; None for the n-gram drafter, whose layers cost ``light_ms``."""
+    target_prefill: LatencyCurve
+    """Of the target where only the last of the new tokens gets logits."""
+    drafter_prefill: tuple[LatencyCurve | None, ...]
+    """The same of each drafter, [m]: tokens it catches up on get no logits."""
     light_ms: float
     """One layer of the n-gram drafter."""
+    graft_ms: float
+    """Tree work of one call of a drafter model."""
     scheduler_ms: float
     """One decision."""
     step_ms: float
@@ -83,19 +89,41 @@ class CostModel:
         """Time to verify the root and ``sizes`` nodes after ``context`` committed tokens."""
         return self.target.ms(np.asarray(sizes) + 1, context)
 
-    def layer_ms(self, drafter: int, new_tokens: ArrayLike, context: ArrayLike) -> NDArray[np.float64]:
-        """Time of one layer in which ``drafter`` processes ``new_tokens``."""
-        curve = self.drafters[drafter]
-        if curve is None:
-            return np.full(np.broadcast(np.asarray(new_tokens), np.asarray(context)).shape, self.light_ms)
-        return curve.ms(new_tokens, context)
+    def layer_ms(
+        self, drafter: int, new_tokens: ArrayLike, context: ArrayLike, lag: ArrayLike = 0
+    ) -> NDArray[np.float64]:
+        """Time of a layer in which ``drafter`` processes ``lag`` committed tokens it lacks and ``new_tokens`` nodes."""
+        curve, prefill = self.drafters[drafter], self.drafter_prefill[drafter]
+        if curve is None or prefill is None:
+            shape = np.broadcast(np.asarray(new_tokens), np.asarray(context), np.asarray(lag)).shape
+            return np.full(shape, self.light_ms)
+        behind = np.asarray(lag, np.float64)
+        catch_up = np.where(behind > 0, prefill.ms(behind + 1, context) - prefill.ms(1, context), 0.0)
+        # No node to process, no forward, and then no catching up either.
+        return self.graft_ms + curve.ms(new_tokens, context) + np.where(np.asarray(new_tokens) > 0, catch_up, 0.0)
+
+    def prefill_ms(self, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
+        """The target's pass over a prompt; its last token belongs to the first step."""
+        return self.target_prefill.ms(np.asarray(prompt_tokens) - 1, 0)
+
+    def prompt_ms(self, drafter: int, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
+        """The least that a drafter's pass over a prompt can add to its first call, whatever the context."""
+        prefill = self.drafter_prefill[drafter]
+        if prefill is None:
+            return np.zeros(np.shape(prompt_tokens))
+        tokens = np.asarray(prompt_tokens)[..., None]
+        added = prefill.ms(tokens, prefill.context_lengths) - prefill.ms(1, prefill.context_lengths)
+        return np.maximum(added.min(axis=-1), 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """What ``from_json`` reads."""
         return {
             "target": self.target.to_json(),
             "drafters": [None if curve is None else curve.to_json() for curve in self.drafters],
+            "target_prefill": self.target_prefill.to_json(),
+            "drafter_prefill": [None if curve is None else curve.to_json() for curve in self.drafter_prefill],
             "light_ms": round(self.light_ms, 5),
+            "graft_ms": round(self.graft_ms, 5),
             "scheduler_ms": round(self.scheduler_ms, 5),
             "step_ms": round(self.step_ms, 5),
         }
@@ -107,7 +135,12 @@ class CostModel:
             return CostModel(
                 target=LatencyCurve(**data["target"]),
                 drafters=tuple(None if curve is None else LatencyCurve(**curve) for curve in data["drafters"]),
+                target_prefill=LatencyCurve(**data["target_prefill"]),
+                drafter_prefill=tuple(
+                    None if curve is None else LatencyCurve(**curve) for curve in data["drafter_prefill"]
+                ),
                 light_ms=float(data["light_ms"]),
+                graft_ms=float(data["graft_ms"]),
                 scheduler_ms=float(data["scheduler_ms"]),
                 step_ms=float(data["step_ms"]),
             )

@@ -32,11 +32,13 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": self.temperature >= 0,
+            # Colder than 1e-4 the scores overflow; 0 is exact.
+            "temperature": self.temperature == 0 or 1e-4 <= self.temperature < float("inf"),
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": self.repetition_penalty > 0,
+            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "seed": self.seed >= 0,
         }
         for name, holds in checks.items():
             if not holds:

@@ -4,6 +4,9 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from treegraft.errors import UserError
+
+TAIL_MARGIN = 16  # tokens without text of their own (parts of one character, special tokens) in a tail
 Finish = Literal["eos", "stop", "length", "context"]
 
 
@@ -26,6 +29,8 @@ class StopChecker:
         stop: tuple[str, ...] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        if "" in stop:
+            raise UserError("a stop string is empty, which every text contains; remove it.")
         self.eos = frozenset(eos)
         self.limit = limit
         self.limit_reason = limit_reason
@@ -43,7 +48,7 @@ class StopChecker:
         self.emitted.append(token)
         if token in self.eos:
             return "eos"
-        if self.stop and self._stop_at() is not None:
+        if self.stop and self._stopped():
             return "stop"
         if len(self.emitted) >= self.limit:
             return self.limit_reason
@@ -53,16 +58,19 @@ class StopChecker:
         """The emitted text without special tokens and without a stop string or what follows it."""
         if self.tokenizer is None:
             return ""
-        text = self._decoded()
-        at = self._stop_at() if self.stop else None
-        return text if at is None else text[:at]
-
-    def _stop_at(self) -> int | None:
-        """Where the first stop string begins in the text; a string may begin and end inside tokens."""
-        text = self._decoded()
+        text = self._decoded(self.emitted)
         places = [text.find(string) for string in self.stop]
-        return min((place for place in places if place >= 0), default=None)
+        at = min((place for place in places if place >= 0), default=len(text))
+        return text[:at]
 
-    def _decoded(self) -> str:
+    def _stopped(self) -> bool:
+        """Whether the newest token completes a stop string, which may begin and end inside tokens.
+
+        Only the tail that can hold one is decoded: every token of it but the newest gives at least one character.
+        """
+        tail = self._decoded(self.emitted[-max(map(len, self.stop)) - TAIL_MARGIN :])
+        return any(string in tail for string in self.stop)
+
+    def _decoded(self, tokens: list[int]) -> str:
         assert self.tokenizer is not None
-        return str(self.tokenizer.decode(self.emitted, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -91,23 +91,32 @@ class DraftTree:
         fresh = np.flatnonzero(~known)
         if len(fresh) == 0:
             return nodes
-        start, end = self.size, self.size + len(fresh)
+        nodes[fresh] = np.arange(self.size, self.size + len(fresh))
+        self.append(parents[fresh].tolist(), tokens[fresh].tolist(), edges[fresh].tolist(), source, layer)
+        return nodes
+
+    def append(self, parents: list[int], tokens: list[int], edges: list[float], source: int, layer: int) -> None:
+        """Add nodes that are known to be new, at indices ``size``, ``size + 1``, ...; a parent may be one of them."""
+        start, end = self.size, self.size + len(parents)
         if end > self.capacity:
             self.__dict__.update(self._resized(max(end, 2 * self.capacity)).__dict__)
-        new = np.arange(start, end)
-        above = parents[fresh]
-        self.token[start:end] = tokens[fresh]
-        self.parent[start:end] = above
-        self.depth[start:end] = self.depth[above] + 1
+        self.token[start:end] = tokens
+        self.parent[start:end] = parents
         self.layer[start:end] = layer
         self.source[start:end] = self.scorer[start:end] = source
-        self.edge[start:end] = edges[fresh]
-        self.score[start:end] = self.score[above] + edges[fresh]
-        self.ancestors[start:end] = self.ancestors[above]
-        self.ancestors[new, new] = True
+        self.edge[start:end] = edges
+        # Generations below each other come one by one; usually there is one, the children of old nodes.
+        at = start
+        while at < end:
+            above = self.parent[at:end]
+            ready = int(np.argmax(above >= at)) if (above >= at).any() else end - at
+            new = slice(at, at + ready)
+            self.depth[new] = self.depth[above[:ready]] + 1
+            self.score[new] = self.score[above[:ready]] + self.edge[new]
+            self.ancestors[new] = self.ancestors[above[:ready]]
+            self.ancestors[range(at, at + ready), range(at, at + ready)] = True
+            at += ready
         self.size = end
-        nodes[fresh] = new
-        return nodes
 
     def rescore(self, nodes: IntArray, edges: FloatArray, scorer: int) -> None:
         """Replace edge log-probabilities and renew every path score below them.

@@ -18,12 +18,13 @@ def verify(runner: ModelRunner, tree: DraftTree, nodes: IntArray) -> torch.Tenso
         nodes: int64 [N], ascending and closed under parents, the root left out.
 
     Returns:
-        float [N + 1, vocabulary]: row 0 is the root's, row i + 1 is nodes[i]'s.
+        float [N + 1, vocabulary]: row 0 is the root's, row i + 1 is nodes[i]'s; columns without a token are cut off.
     """
     all_nodes = np.concatenate([[0], nodes])
     visible = tree.ancestors[np.ix_(all_nodes, all_nodes)]
     positions = runner.committed + tree.depth[all_nodes]
-    return runner.forward(tree.token[all_nodes], positions, visible, slice(0, len(all_nodes)))
+    logits = runner.forward(tree.token[all_nodes], positions, visible, slice(0, len(all_nodes)))
+    return logits[:, : runner.model.vocab_size]
 
 
 def walk(

@@ -16,6 +16,7 @@ from pipeline.files import write_json
 from pipeline.labelled import LabelledStates
 from pipeline.params import PairConfig, load_pair
 from pipeline.student import Student, fit_student
+from tests.treegraft.tiny import cost_model
 from treegraft.costs import CostModel, LatencyCurve
 from treegraft.errors import UserError
 from treegraft.scheduling.checkpoint import load_scheduler
@@ -45,13 +46,8 @@ CALIBRATION = {"ngram_table": [[0.5]], "temperatures": [1.0, 1.1]}
 
 
 def costs() -> CostModel:
-    return CostModel(
-        target=LatencyCurve([1, 2, 8], [64, 256], [[30, 31], [32, 33], [40, 42]]),
-        drafters=(None, LatencyCurve([1, 8], [64, 256], [[6, 6], [8, 8]])),
-        light_ms=0.1,
-        scheduler_ms=0.02,
-        step_ms=1.0,
-    )
+    target = LatencyCurve([1, 2, 8], [64, 256], [[30, 31], [32, 33], [40, 42]])
+    return cost_model(target, (None, LatencyCurve([1, 8], [64, 256], [[6, 6], [8, 8]])), 0.1)
 
 
 def synthetic_tables(turns: int, length: int, seed: int, depth: int = 2) -> OutcomeTables:

@@ -28,11 +28,10 @@ TINY = DrafterRecipe(
     given_row_tokens=96,
     fit_rows=4,
     match_steps=8,
-    distil_steps=12,
     learning_rate=3e-3,
     warmup_steps=2,
     hold_steps=6,
-    settle_rate=3e-3,
+    falls=((10, 3e-3), (4, 2e-3)),
     vocabulary=40,
     random_tokens=8,
     checkpoint_steps=5,
@@ -67,7 +66,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=1,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -139,7 +138,7 @@ def test_answers_in_a_shard_are_the_targets_greedy_tokens(target_folder: Path, t
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPTS[1]}], tokenize=False, add_generation_prompt=True
     )
-    assert tokenizer.decode(shard["tokens"][1]).startswith(text)
+    assert str(tokenizer.decode(shard["tokens"][1])).startswith(str(text))
 
 
 def test_template_pieces_join_to_the_template(target_folder: Path) -> None:
@@ -151,15 +150,15 @@ def test_template_pieces_join_to_the_template(target_folder: Path) -> None:
 
 
 def test_training_raises_agreement_and_lowers_the_loss(target_folder: Path, tmp_path: Path) -> None:
-    recipe = replace(TINY, fit_rows=0, match_steps=40, distil_steps=80, checkpoint_steps=20)
-    held_out = [("question", "What is a river"), ("maths", "Add one and two")]
+    recipe = replace(TINY, learning_rate=1e-2, match_steps=20, hold_steps=40, falls=((80, 1e-2),), checkpoint_steps=20)
+    # a random target has nothing general to learn: whether training moves the student shows on what it was taught
+    taught = [("question", prompt) for prompt in PROMPTS]
     result = train_drafter(
-        target_folder, PROMPTS, recipe, tmp_path / "work", tmp_path / "out.safetensors", silent, held_out, 24
+        target_folder, PROMPTS, recipe, tmp_path / "work", tmp_path / "out.safetensors", silent, taught, 24
     )
     curve = [json.loads(line) for line in (tmp_path / "work" / "curve.jsonl").read_text().splitlines()]
-    assert curve[2]["loss"] < curve[1]["loss"]  # both of the matching phase
-    assert curve[-1]["loss"] < curve[3]["loss"]  # both of the distilling phase
-    assert result["all"] > curve[0]["all"]
+    assert curve[-1]["loss"] < curve[2]["loss"]  # both of the distilling phase; the first line is of the matching phase
+    assert result["all"] > curve[0]["all"] + 0.1
 
 
 def test_closed_form_fit_lowers_the_distance(target_folder: Path, tmp_path: Path) -> None:
@@ -189,6 +188,15 @@ def test_resume_after_a_kill_gives_the_same_bytes(
     train_drafter(target_folder, PROMPTS, TINY, tmp_path / "b", tmp_path / "b.safetensors", killed)
     assert not stops
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_learning_rate_rises_holds_and_falls_to_zero() -> None:
+    rates = [distill_drafter.learning_rate(TINY, step) for step in range(TINY.total_steps + 1)]
+    assert len(rates) == 21
+    assert rates[:6] == pytest.approx([1.5e-3, *[3e-3] * 5])
+    assert rates[6] == pytest.approx(3e-3)
+    assert rates[15:18] == pytest.approx([3e-4, 2e-3, 1.5e-3])
+    assert rates[20] == 0
 
 
 def test_work_folder_of_another_recipe_is_refused(target_folder: Path, tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def test_every_stage_leaves_its_results(finished: Path) -> None:
     for methods in report["benchmarks"].values():
         assert methods["plain"]["speedup"]["mean"] == 1
         assert methods["plain"]["tokens_per_step"] == 1
-        assert methods["treegraft"]["tokens"] == methods["plain"]["tokens"]
+        for name, method in methods.items():
+            assert method["tokens"] == methods["plain"]["tokens"], name
     assert report["identity"]["divergences"] == 0
     assert report["identity"]["dtype"] == "float32"
     assert report["oracle"]["over_best_single"] >= 1
@@ -86,13 +87,14 @@ def test_same_inputs_give_the_same_bytes(finished: Path, monkeypatch: pytest.Mon
         assert contents(Path(path)) == before
 
 
-@pytest.mark.parametrize(("name", "after"), [("label", 2), ("label", 5), ("evaluate", 1)])
+@pytest.mark.parametrize(("name", "after"), [("label", 2), ("label", 20), ("distill", 1), ("evaluate", 1)])
 def test_a_killed_stage_goes_on_where_it_was(
     finished: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
 ) -> None:
     """kill -9 once some scratch files are there: the earlier outputs stay whole, the next run ends like any other."""
     monkeypatch.chdir(finished)
-    output = Path(f"data/{'outcomes' if name == 'label' else 'evaluation'}/{SLUG}")
+    folders = {"label": "data/outcomes", "distill": "models/schedulers", "evaluate": "data/evaluation"}
+    output = Path(folders[name]) / SLUG
     before = contents(output)
     scratch = Path(f".treegraft/{SLUG}/{name}")
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -105,12 +107,12 @@ def test_a_killed_stage_goes_on_where_it_was(
 
     while process.poll() is None and pieces() < after and time.monotonic() < deadline:
         time.sleep(0.005)
+    assert process.poll() is None, process.stderr
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert pieces() >= after
     assert contents(output) == before
     assert stage(name) == 0
-    if name == "label":
+    if name != "evaluate":
         assert contents(output) == before
     else:
         rows = [json.loads(line) for line in (output / "runs.jsonl").read_text().splitlines()]

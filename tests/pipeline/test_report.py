@@ -12,8 +12,9 @@ import pytest
 
 from pipeline import svg
 from pipeline.aggregate import METHODS, OWN_METHODS, build_report, check_report, parse_run, parse_summary
+from pipeline.files import read_json
 from pipeline.params import PairConfig, load_pair
-from pipeline.report import metrics, plots, read_json, run
+from pipeline.report import metrics, plots, run
 from pipeline.report_html import render_html, render_markdown
 from tests.pipeline.test_aggregate import BENCHES, DISTILL, make_rows, make_summary, report_of
 from treegraft.errors import UserError

@@ -65,7 +65,7 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
             "temperature": 0.0,
             "repeats": 1,
             "bootstrap": 50,
-            "hf_baselines": False,
+            "hf_baselines": True,
         },
         "pairs": {
             SLUG: {

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.treegraft.tiny import tiny_language_model
-from treegraft.costs import CostModel, LatencyCurve
+from tests.treegraft.tiny import cost_model, tiny_language_model
+from treegraft.costs import LatencyCurve
 from treegraft.decoder import GREEDY, Decoder
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
 from treegraft.errors import UserError
@@ -23,7 +23,7 @@ TARGET = tiny_language_model(vocab_size=VOCAB, seed=1, name="target")
 NEAR = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, name="near")
 OTHER = tiny_language_model(vocab_size=VOCAB, seed=2, name="other")
 CHEAP = LatencyCurve([1, 64], [1], [[0.1], [0.1001]])
-FREE = CostModel(LatencyCurve([1, 64], [1], [[1.0], [1.0001]]), (None, CHEAP), 0.0, 0.0, 0.0)
+FREE = cost_model(LatencyCurve([1, 64], [1], [[1.0], [1.0001]]), (None, CHEAP))
 
 
 class RandomScheduler:
@@ -220,7 +220,7 @@ def test_stop_string_inside_a_span_cuts_text_and_tokens() -> None:
 
 def test_verified_size_follows_the_hardware() -> None:
     """Free verification takes the largest size; verification dearer than a token is worth falls back to plain steps."""
-    dear = CostModel(LatencyCurve([1, 64], [1], [[1.0], [1000.0]]), FREE.drafters, 0.0, 0.0, 0.0)
+    dear = cost_model(LatencyCurve([1, 64], [1], [[1.0], [1000.0]]), (None, CHEAP))
     free = Decoder(TARGET, drafters("na"), always(3), SETTINGS, FREE, 1.0, ignore_eos=True).generate([2, 9], 20).metrics
     costly = (
         Decoder(TARGET, drafters("na"), always(3), SETTINGS, dear, 1.0, ignore_eos=True).generate([2, 9], 20).metrics

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from treegraft.costs import CostModel, LatencyCurve
 from treegraft.models import LanguageModel
 
 BOS, EOS = "<s>", "</s>"
@@ -100,6 +101,11 @@ def tiny_language_model(
         folder=Path(name),
         digest=f"tiny-{vocab_size}-{layers}-{hidden}-{heads}-{seed}-{max_position_embeddings}",
     )
+
+
+def cost_model(target: LatencyCurve, drafters: tuple[LatencyCurve | None, ...], other_ms: float = 0.0) -> CostModel:
+    """A cost model whose tokens cost the same with and without logits, and ``other_ms`` for everything else."""
+    return CostModel(target, drafters, target, drafters, other_ms, other_ms, other_ms, other_ms)
 
 
 def save_tiny(folder: Path, vocab_size: int = 64, layers: int = 2, seed: int = 0) -> Path:

@@ -9,6 +9,8 @@ from treegraft.runner import PREFILL_CHUNK, ModelRunner
 from treegraft.settings import DraftSettings
 from treegraft.tree import NOT_PROCESSED, DraftTree, FloatArray, IntArray
 
+LOWEST_LOGIT = 1e4
+
 
 class RowStore:
     """Logits that a drafter computed, one row a node, and their likeliest tokens (a ``grafting.NodeScores``).
@@ -38,7 +40,8 @@ class RowStore:
 
     def append(self, logits: torch.Tensor) -> IntArray:
         """Add rows; logits: [n, >= vocabulary]. Returns the row numbers, int64 [n]."""
-        scaled = logits[:, : self.vocabulary].float()
+        # A masked token's -inf would make NaN of 0 x -inf in path sums.
+        scaled = logits[:, : self.vocabulary].float().clamp_min(-LOWEST_LOGIT)
         if self.temperature != 1.0:
             scaled = scaled / self.temperature
         log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)

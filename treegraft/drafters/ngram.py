@@ -84,27 +84,49 @@ def expand(
         table: float64 [max_match, branches]: chance of being accepted by match length and rank.
     """
     ngram = settings.ngram
+    log_table = np.log(table).tolist()
     context = index.tokens[max(0, limit - ngram.max_match) : limit]  # its last token is the root
-    log_table = np.log(table)
-    added = []
+    # Plain lists: hundreds of single look-ups are several times dearer on arrays.
+    known = tree.size
+    parent, token = tree.parent[:known].tolist(), tree.token[:known].tolist()
+    depth = tree.depth[:known].tolist()
+    child = {(parent[node], token[node]): node for node in range(1, known)}
+    edges: list[float] = []
+    reached: list[int] = []
+    expanded: list[int] = []
     for frontier_node in tree.frontier.tolist():
         node = frontier_node
+        path: list[int] = []
+        while node and len(path) < ngram.max_match:
+            path.append(token[node])
+            node = parent[node]
+        suffix = (context + path[::-1])[-ngram.max_match :]
+        node = frontier_node
         for step in range(ngram.path):
-            if tree.depth[node] >= max_depth:
+            if depth[node] >= max_depth:
                 break
-            suffix = context + tree.token[tree.path(node)].tolist()
             # Only the first step branches: the rest prolongs the best continuation.
             found = index.continuations(suffix, ngram.branches if step == 0 else 1, limit)
-            tree.expanded[drafter, node] = True
+            expanded.append(node)
             if not found:
                 break
-            edges = np.array([log_table[n - 1, rank] for rank, (_, n) in enumerate(found)])
-            tokens = np.array([token for token, _ in found], np.int64)
-            children = tree.add(np.full(len(found), node), tokens, edges, drafter, layer)
-            added.append(children)
-            node = int(children[0])
-    if added:
-        advance(tree, np.concatenate(added), settings)
+            children = []
+            for rank, (following, match) in enumerate(found):
+                below = child.get((node, following))
+                if below is None:
+                    below = child[node, following] = len(token)
+                    parent.append(node)
+                    token.append(following)
+                    depth.append(depth[node] + 1)
+                    edges.append(log_table[match - 1][rank])
+                children.append(below)
+            reached += children
+            node = children[0]
+            suffix = [*suffix, token[node]][-ngram.max_match :]
+    tree.append(parent[known:], token[known:], edges, drafter, layer)
+    tree.expanded[drafter, expanded] = True
+    if reached:
+        advance(tree, np.array(reached), settings)
 
 
 class NgramDrafter:

@@ -173,7 +173,8 @@ class Lattice:
 
         Args:
             text: int64 [S], prompt and the target's answer.
-            max_new_tokens: the limit under which the answer was decoded; drafts end there as the decoder's do.
+            max_new_tokens: the limit under which the answer was decoded, the context's end counted in; drafts end there
+                as the decoder's do.
         """
         self.text = text
         self.prompt_tokens = prompt_tokens

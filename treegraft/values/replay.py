@@ -1,11 +1,13 @@
 """Replay: the exact modelled speed of any policy on tabulated outcomes, in milliseconds instead of minutes."""
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treegraft.values.states import offset, played, schedules
+from treegraft.values.states import code, offset, played, schedules
 from treegraft.values.tables import OutcomeTables
 
 IntArray = NDArray[np.int64]
@@ -76,44 +78,64 @@ def draftable(tables: OutcomeTables) -> NDArray[np.bool_]:
     return np.asarray(drafted.any(axis=(1, 2)), np.bool_)
 
 
-def step_ms(tables: OutcomeTables, choice: IntArray, lag: FloatArray) -> FloatArray:
-    """Modelled time of a step, float64 [P, U], when drafter j catches up on ``lag[j]`` tokens in its first call."""
+def step_ms(tables: OutcomeTables, choice: IntArray, lag: FloatArray, decides: bool = True) -> FloatArray:
+    """Modelled time of a step, float64 [P, U], when drafter j catches up on ``lag[j]`` tokens in its first call.
+
+    ``decides``: whether a scheduler is asked in every layer; a fixed schedule needs none.
+    """
     costs, m = tables.costs, tables.drafters
     context = tables.context[:, None]
     plans = schedules(tables.depth, m)  # [U, D]
     total = costs.verify_ms(np.array(tables.sizes)[choice], context) + costs.step_ms
     called = np.zeros((m, len(plans)), np.bool_)
     for layer in range(tables.depth):
-        total += costs.scheduler_ms * (m > 1)
+        total += costs.scheduler_ms * decides
         for j in range(m):
             plays = plans[:, layer] == j
             own = tables.layer_tokens[:, plays, layer]
-            new_tokens = own + np.where(called[j, plays] | (own == 0), 0.0, lag[j])
-            total[:, plays] += costs.layer_ms(j, new_tokens, context)
+            total[:, plays] += costs.layer_ms(j, own, context, np.where(called[j, plays], 0.0, lag[j]))
             called[j, plays] = True
     return np.where(draftable(tables)[:, None], total, costs.verify_ms(0, context) + costs.step_ms)
 
 
 def replay(tables: OutcomeTables, actions: IntArray, rate: float | None = None) -> ReplayResult:
-    """Play a policy through all prompts, all of them in lockstep.
+    """Play a policy through all prompts, all of them in lockstep; a decision is paid for in every layer.
 
     Args:
         actions: int64 [P, S].
         rate: tokens per millisecond for the verified sizes; None: the policy's own decode rate (a fixed point).
     """
-    codes = played(actions, tables.depth, tables.drafters)
+    return _settled(tables, played(actions, tables.depth, tables.drafters), rate, decides=True)
+
+
+def replay_fixed(tables: OutcomeTables, schedule: tuple[int, ...], rate: float | None = None) -> ReplayResult:
+    """Play one schedule at every step (missing layers skip), which takes no decisions; ``rate`` as in ``replay``."""
+    full = (*schedule, *(0,) * (tables.depth - len(schedule)))
+    codes = np.full(len(tables), code(full, tables.drafters))
+    return _settled(tables, codes, rate, decides=False)
+
+
+def _settled(tables: OutcomeTables, codes: IntArray, rate: float | None, decides: bool) -> ReplayResult:
     if rate is not None:
-        return _play(tables, codes, rate)
-    result = _play(tables, codes, plain(tables).decode_rate)
+        return _play(tables, codes, rate, decides)
+    # Verified sizes come from a grid, so the rate may step between two values for ever: the best round counts.
+    best = result = _play(tables, codes, plain(tables).decode_rate, decides)
     for _ in range(RATE_ROUNDS):
-        again = _play(tables, codes, result.decode_rate)
+        again = _play(tables, codes, result.decode_rate, decides)
+        if again.tokens_per_ms > best.tokens_per_ms:
+            best = again
         if abs(again.decode_rate - result.decode_rate) < 1e-9:
-            return again
+            break
         result = again
-    return result
+    return best
 
 
-def _play(tables: OutcomeTables, codes: IntArray, rate: float) -> ReplayResult:
+def joint_rate(results: list[ReplayResult]) -> float:
+    """Tokens per millisecond of steps over several tables: the rate at which a decoder should choose sizes."""
+    return float(sum(r.tokens.sum() for r in results) / sum(r.decode_ms.sum() for r in results))
+
+
+def _play(tables: OutcomeTables, codes: IntArray, rate: float, decides: bool) -> ReplayResult:
     costs, m = tables.costs, tables.drafters
     rows = np.arange(len(tables))
     plans = schedules(tables.depth, m)[codes]  # [P, D]
@@ -141,16 +163,15 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float) -> ReplayResult:
         ms = np.where(drafts, fixed_ms[here], costs.verify_ms(0, tables.context[here]) + costs.step_ms)
         called = np.zeros((len(going), m), np.bool_)
         for layer in range(tables.depth):
-            ms += np.where(drafts, costs.scheduler_ms * (m > 1), 0.0)
+            ms += np.where(drafts, costs.scheduler_ms * decides, 0.0)
             for j in range(m):
                 acts = np.flatnonzero(drafts & (plans[here, layer] == j))
                 if not len(acts):
                     continue
                 tokens = tables.layer_tokens[here[acts], codes[here[acts]], layer]
                 first = ~called[acts, j] & (tokens > 0)  # a call that finds nothing to expand runs no forward
-                ms[acts] += costs.layer_ms(
-                    j, tokens + np.where(first, lag[going[acts], j], 0), tables.context[here[acts]]
-                )
+                behind = np.where(first, lag[going[acts], j], 0)
+                ms[acts] += costs.layer_ms(j, tokens, tables.context[here[acts]], behind)
                 known = first & ~fresh[going[acts], j]
                 lag_sum[j] += lag[going[acts[known]], j].sum()
                 lag_count[j] += known.sum()
@@ -167,7 +188,7 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float) -> ReplayResult:
         tokens=ends - starts,
         steps=steps,
         decode_ms=decode_ms,
-        prefill_ms=np.asarray(costs.target.ms(tables.prompt_tokens - 1, 0)),
+        prefill_ms=costs.prefill_ms(tables.prompt_tokens),
         calls=calls,
         visited=visited,
         lag=lag_sum / np.maximum(lag_count, 1),
@@ -183,7 +204,7 @@ def plain(tables: OutcomeTables) -> ReplayResult:
         tokens=tokens,
         steps=tokens,
         decode_ms=np.bincount(tables.prompt_of, ms, len(tables.prompt_ids)).astype(np.float64),
-        prefill_ms=np.asarray(tables.costs.target.ms(tables.prompt_tokens - 1, 0)),
+        prefill_ms=tables.costs.prefill_ms(tables.prompt_tokens),
         calls=np.zeros(len(tokens), np.int64),
         visited=np.ones(len(tables), np.bool_),
         lag=np.zeros(tables.drafters),
@@ -194,50 +215,39 @@ def plain(tables: OutcomeTables) -> ReplayResult:
 def best_fixed(tables: OutcomeTables) -> tuple[int, ...]:
     """The schedule of highest replayed speed when played at every step; the cheapest first among equals."""
     plans = [tuple(int(a) for a in plan) for plan in schedules(tables.depth, tables.drafters)]
-    speeds = [replay(tables, fixed_actions(tables, plan)).tokens_per_ms for plan in plans]
+    speeds = [replay_fixed(tables, plan).tokens_per_ms for plan in plans]
     return plans[int(np.argmax(speeds))]
 
 
 def oracle(tables: OutcomeTables) -> ReplayResult:
     """The clairvoyant optimum: the best schedule and verified size at every step, all outcomes known.
 
-    A shortest path over each prompt's positions. It is an upper bound: drafters never need to catch up, except for the
-    prompt, which the first call of each costs once.
+    A shortest path over each prompt's positions, for every set of drafters that may be called. It is an upper bound on
+    every policy: nobody pays for decisions, and drafters never catch up, except on the prompt, once.
     """
     m = tables.drafters
     plans = schedules(tables.depth, m)
-    light = np.flatnonzero((plans == 0).all(axis=1))
     zero = np.zeros(m)
     context = tables.context[:, None]
-    draft_ms = step_ms(tables, np.zeros((len(tables), len(plans)), np.int64), zero) - tables.costs.verify_ms(
-        tables.sizes[0], context
-    )
+    no_nodes = np.zeros((len(tables), len(plans)), np.int64)
+    draft_ms = step_ms(tables, no_nodes, zero, decides=False) - tables.costs.verify_ms(tables.sizes[0], context)
     verify_ms = tables.costs.verify_ms(np.array(tables.sizes), context)  # [P, G]
     cost = draft_ms[:, :, None] + verify_ms[:, None, :]  # [P, U, G]
     gain = np.minimum(tables.accepted.astype(np.int64) + 1, tables.left[:, None, None])
     starts = np.searchsorted(tables.prompt_of, np.arange(len(tables.prompt_ids)))
     ends = np.append(starts[1:], len(tables))
-    # The prompt is part of a first call of t tokens, f(t + prompt) in all; f(t) + f(prompt) - f(most t) is never more
-    # than that, as f rises. And a policy may call the cheapest drafter alone.
-    most = int(tables.layer_tokens.max(initial=1))
-    extra = [tables.costs.layer_ms(j, tables.prompt_tokens, 0) - tables.costs.layer_ms(j, most, 0) for j in range(1, m)]
-    strong_prefill = np.maximum(np.min(extra, axis=0), 0.0) if extra else np.zeros(len(starts))
-    totals, steps = np.zeros(len(starts)), np.zeros(len(starts), np.int64)
-    for prompt, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        without = _shortest(cost[start:end][:, light], gain[start:end][:, light])
-        with_calls = _shortest(cost[start:end], gain[start:end])
-        totals[prompt], steps[prompt] = min(without, (with_calls[0] + strong_prefill[prompt], with_calls[1]))
     base = plain(tables)
-    return ReplayResult(
-        base.tokens,
-        steps,
-        totals,
-        base.prefill_ms,
-        base.calls,
-        base.visited,
-        base.lag,
-        float(base.tokens.sum() / totals.sum()),
-    )
+    best, steps = base.decode_ms.copy(), base.steps.copy()
+    strong = range(1, m)
+    for chosen in (subset for size in range(m) for subset in itertools.combinations(strong, size)):
+        rows = np.flatnonzero(np.isin(plans, (0, *chosen)).all(axis=1))
+        prompt_ms = sum((tables.costs.prompt_ms(j, tables.prompt_tokens) for j in chosen), np.zeros(len(starts)))
+        for prompt, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            total, count = _shortest(cost[start:end][:, rows], gain[start:end][:, rows])
+            if total + prompt_ms[prompt] < best[prompt]:
+                best[prompt], steps[prompt] = total + prompt_ms[prompt], count
+    rate = float(base.tokens.sum() / best.sum())
+    return dataclasses.replace(base, steps=steps, decode_ms=best, step_rate=rate)
 
 
 def _shortest(cost: FloatArray, gain: IntArray) -> tuple[float, int]:

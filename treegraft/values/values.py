@@ -85,6 +85,8 @@ class Labelling:
     """[P, S]"""
     result: ReplayResult
     """Its replay."""
+    learnt_from: tuple[FloatArray, FloatArray] | None
+    """The margins and visits that ``actions`` were fitted to; None where they are still the start's."""
     rates: list[float]
     """tokens_per_ms of the start and of each policy tried, in order; the last one may be the one that did not gain."""
 
@@ -99,13 +101,16 @@ def policy_iteration(tables: OutcomeTables, start: IntArray, fit: Fit, rounds: i
     """
     actions, result = start, replay(tables, start)
     rates = [result.tokens_per_ms]
+    learnt_from = None
     for _ in range(rounds):
         labels = margins(tables, actions, result.decode_rate, result.lag)
-        again = fit(tables, labels, visit_weights(tables, actions, result.visited))
+        visits = visit_weights(tables, actions, result.visited)
+        again = fit(tables, labels, visits)
         played = replay(tables, again)
         rates.append(played.tokens_per_ms)
         if played.tokens_per_ms <= result.tokens_per_ms:
             break
-        actions, result = again, played
+        actions, result, learnt_from = again, played, (labels, visits)
     final = margins(tables, actions, result.decode_rate, result.lag)
-    return Labelling(actions, final, visit_weights(tables, actions, result.visited), result, rates)
+    visits = visit_weights(tables, actions, result.visited)
+    return Labelling(actions, final, visits, result, learnt_from, rates)

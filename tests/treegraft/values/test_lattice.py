@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from tests.treegraft.test_decoder import CHEAP, NEAR, OTHER, SETTINGS, TARGET, VOCAB, drafters, plain
-from treegraft.costs import CostModel, LatencyCurve
+from tests.treegraft.tiny import cost_model
+from treegraft.costs import LatencyCurve
 from treegraft.decoder import Decoder
 from treegraft.drafters import LanguageModelDrafter
 from treegraft.drafters.ngram import prior_table
@@ -15,7 +16,7 @@ from treegraft.scheduling.features import RequestCosts, SchedulingState, feature
 from treegraft.scheduling.policy import FixedSchedule
 from treegraft.tree import NOT_PROCESSED, DraftTree
 from treegraft.values.lattice import Lattice, Outcomes
-from treegraft.values.replay import fixed_actions, replay
+from treegraft.values.replay import replay_fixed
 from treegraft.values.states import offset, prefixes, schedules, state_index
 from treegraft.values.tables import build_tables
 
@@ -106,14 +107,14 @@ def test_states_are_numbered_as_prefixes() -> None:
 @pytest.mark.parametrize("plan", [(0, 0, 0), (1, 0, 1), (1, 1, 1), (0, 1, 0)])
 def test_replay_of_a_fixed_schedule_equals_the_decoder(plan: tuple[int, ...]) -> None:
     """Steps, accepted tokens, verified nodes' count and drafter tokens: table and engine must tell the same story."""
-    costs = CostModel(LatencyCurve([1, 64], [1], [[1.0], [4.0]]), (None, CHEAP), 0.01, 0.01, 0.1)
+    costs = cost_model(LatencyCurve([1, 64], [1], [[1.0], [4.0]]), (None, CHEAP), 0.01)
     text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, eos=False))
     outcomes = lattice_outcomes("na", text, 64)
     tables = build_tables(
         [("a/0", "a", len(PROMPT), outcomes)], feature_names(3, 2), 2, 3, SETTINGS.verified_sizes, costs
     )
     rate = 0.8
-    replayed = replay(tables, fixed_actions(tables, plan), rate)
+    replayed = replay_fixed(tables, plan, rate)
     members = drafters("na")
     decoder = Decoder(TARGET, members, FixedSchedule(plan), SETTINGS, costs, rate, ignore_eos=True)
     metrics = decoder.generate(PROMPT, COUNT).metrics

@@ -1,11 +1,13 @@
 """Replay, margins and the oracle on random tables, against brute force."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from treegraft.costs import CostModel, LatencyCurve
+from tests.treegraft.tiny import cost_model
+from treegraft.costs import LatencyCurve
 from treegraft.scheduling.features import feature_names
 from treegraft.values.lattice import Outcomes
 from treegraft.values.replay import (
@@ -15,6 +17,7 @@ from treegraft.values.replay import (
     oracle,
     plain,
     replay,
+    replay_fixed,
     size_choice,
     step_ms,
 )
@@ -29,8 +32,11 @@ SIZES = (0, 1, 2, 4)
 def random_tables(seed: int, m: int = 2, depth: int = 2, prompts: int = 3, length: int = 12) -> OutcomeTables:
     random = np.random.default_rng(seed)
     curve = LatencyCurve([1, 4, 16], [8, 64], [[1.0, 1.1], [1.3, 1.4], [3.0, 3.2]])
+    catch_up = LatencyCurve([1, 64], [8, 64], [[0.2, 0.2], [0.9, 1.0]])
     cheap = LatencyCurve([1, 4, 16], [8, 64], [[0.2, 0.2], [0.3, 0.3], [0.6, 0.7]])
-    costs = CostModel(curve, (None, *[cheap] * (m - 1)), 0.02, 0.01, 0.05)
+    costs = dataclasses.replace(
+        cost_model(curve, (None, *[cheap] * (m - 1)), 0.02), drafter_prefill=(None, *[catch_up] * (m - 1))
+    )
     names = feature_names(depth, m)
     rows = []
     for prompt in range(prompts):
@@ -103,8 +109,8 @@ def test_replay_adds_up_the_steps_it_takes(seed: int) -> None:
                         ms += tables.costs.light_ms
                         continue
                     calls += 1
-                    tokens = int(tables.layer_tokens[row, u, layer]) + (0 if called else behind)
-                    ms += float(tables.costs.layer_ms(1, tokens, context))
+                    tokens = int(tables.layer_tokens[row, u, layer])
+                    ms += float(tables.costs.layer_ms(1, tokens, context, 0 if called else behind))
                     called = True
             else:
                 ms += verify[0]
@@ -124,14 +130,14 @@ def test_no_policy_beats_the_oracle(seed: int) -> None:
         actions = random.integers(0, 2, (len(tables), 3))
         for rate in (0.0, 0.3, 1.0):
             assert (best.decode_ms <= replay(tables, actions, rate).decode_ms + 1e-9).all()
-    assert (best.decode_ms <= plain(tables).decode_ms + 4 * 12 * tables.costs.scheduler_ms + 12 * 0.04).all()
+    for plan in itertools.product((0, 1), repeat=2):
+        assert (best.decode_ms <= replay_fixed(tables, plan).decode_ms + 1e-9).all()
+    assert (best.decode_ms <= plain(tables).decode_ms).all()
 
 
 def test_best_fixed_is_the_best_of_all() -> None:
     tables = random_tables(3)
-    speeds = {
-        plan: replay(tables, fixed_actions(tables, plan)).tokens_per_ms for plan in itertools.product((0, 1), repeat=2)
-    }
+    speeds = {plan: replay_fixed(tables, plan).tokens_per_ms for plan in itertools.product((0, 1), repeat=2)}
     assert best_fixed(tables) == max(speeds, key=lambda plan: speeds[plan])
 
 
