@@ -6,3 +6,5 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Models of a few thousand numbers gain nothing from a second thread, and wait for it when the machine is busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
