@@ -1,7 +1,7 @@
 """From measured runs to the report: pure functions, no files.
 
 `build_report` turns the rows of runs.jsonl, summary.json and distill.json into the dictionary that becomes report.json;
-`check_report` refuses a dictionary that lacks a key, holds NaN, or is null where a number must be.
+`pipeline.report_schema.check_report` has the last word on it.
 
 Counting. A token is a token that was emitted. A step is one forward of the target that emits; its tokens are the
 accepted draft tokens and the one bonus token, so tokens per step of plain decoding is 1. Sums are divided once, at the
@@ -11,174 +11,27 @@ Intervals are 95% percentile bootstrap intervals over prompts. They are paired: 
 repeats of every method. One prompt alone has no interval (null).
 """
 
-import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pipeline.measurements import (
+    DRAFTING_METHODS,
+    METHODS,
+    OWN_METHODS,
+    SINGLE_METHODS,
+    TIME_PARTS,
+    ReplayRates,
+    Run,
+    Summary,
+    TimeSplit,
+)
+from pipeline.report_schema import SCHEMA, check_report
 from treegraft.errors import UserError
-
-SCHEMA = "treegraft-report/1"
-METHODS = ("plain", "ngram", "strong", "fixed", "treegraft", "hf_prompt_lookup", "hf_assisted")
-OWN_METHODS = METHODS[:5]
-DRAFTING_METHODS = METHODS[1:5]
-SINGLE_METHODS = ("ngram", "strong")
-TIME_PARTS = ("draft_light", "draft_strong", "verify", "scheduler", "other")
-LABELS = {
-    "plain": "plain",
-    "ngram": "n-grams only",
-    "strong": "strong only",
-    "fixed": "best fixed",
-    "treegraft": "TreeGraft",
-    "hf_prompt_lookup": "HF lookup",
-    "hf_assisted": "HF assisted",
-    "oracle": "oracle",
-    "student": "student (TreeGraft)",
-}
-_SUMMARY_KEYS = ("mean", "max", "min")  # beside the benchmarks in over_best_single, so no benchmark may be called so
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(min_length=1)]
-
-
-class _Strict(BaseModel):
-    """Keys that are named must be there and of their type; more keys are welcome."""
-
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-
-# -------------------------------------------------------------------------------------------------- what evaluate wrote
-
-
-class Divergence(_Strict):
-    """Where a text left plain decoding's: the index of the token and the target's logit gap between the two choices."""
-
-    token: Count
-    logit_gap: NotNegative | None = None
-
-
-class TimeSplit(_Strict):
-    """Milliseconds by what they were spent on."""
-
-    draft_light: NotNegative
-    draft_strong: NotNegative
-    verify: NotNegative
-    scheduler: NotNegative
-    other: NotNegative
-
-
-class Run(_Strict):
-    """One line of runs.jsonl: one turn of one prompt, decoded by one method once.
-
-    What only this project's engine can count (steps, layers, acceptance, time split) may be null for hf_* methods;
-    acceptance and the time split may be null for plain as well.
-    """
-
-    prompt_id: Name
-    turn: Count
-    bench: Name
-    method: Name
-    repeat: Count
-    tokens: Count
-    seconds: Positive
-    steps: Count | None = None
-    calls: list[Count] | None = None
-    strong_calls: Count | None = None
-    accepted_by_depth: list[Count] | None = None
-    time_ms: TimeSplit | None = None
-    divergence: Divergence | None = None
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.method not in METHODS:
-            raise ValueError(f"method '{self.method}' is not one of {', '.join(METHODS)}")
-        if self.bench in _SUMMARY_KEYS:
-            raise ValueError(f"a benchmark may not be called '{self.bench}', which is a key of over_best_single")
-        if self.method in OWN_METHODS and self.steps is None:
-            raise ValueError(f"steps is missing, which method '{self.method}' must have")
-        if self.method in DRAFTING_METHODS:
-            for field in ("strong_calls", "accepted_by_depth", "time_ms"):
-                if getattr(self, field) is None:
-                    raise ValueError(f"{field} is missing, which method '{self.method}' must have")
-        accepted = self.accepted_by_depth or []
-        if accepted and self.steps is not None and accepted != sorted(accepted, reverse=True):
-            raise ValueError("accepted_by_depth rises with depth")
-        if accepted and self.steps is not None and accepted[0] > self.steps:
-            raise ValueError("accepted_by_depth counts more steps than there were")
-        return self
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """What two methods must share to be compared: (prompt, turn, repeat)."""
-        return self.prompt_id, self.turn, self.repeat
-
-
-class Identity(_Strict):
-    """How far the texts equal those of plain decoding."""
-
-    dtype: Name
-    compared_tokens: Count
-    divergences: Count
-    max_logit_gap: NotNegative | None
-
-
-class ReplayRates(_Strict):
-    """Modelled tokens per millisecond by method (and "oracle"), over all prompts and by benchmark."""
-
-    tokens_per_ms: dict[str, NotNegative | None] = Field(default_factory=dict)
-    benches: dict[str, dict[str, NotNegative | None]] = Field(default_factory=dict)
-
-
-class CalibrationBin(_Strict):
-    """Nodes whose predicted probability of acceptance was alike: mean prediction, share accepted, number of nodes."""
-
-    predicted: Annotated[float, Field(ge=0, le=1)]
-    observed: Annotated[float, Field(ge=0, le=1)]
-    count: Count
-
-
-class Summary(_Strict):
-    """summary.json of the evaluate stage."""
-
-    device: dict[str, Any] | Name
-    settings: dict[str, Any]
-    identity: Identity
-    replay: ReplayRates | None = None
-    calibration: list[CalibrationBin] | None = None
-    started: Name
-    ended: Name
-    provenance: dict[str, Any] = Field(default_factory=dict)
-
-
-def parse_run(line: str, where: str) -> Run:
-    """One line of runs.jsonl as a `Run`; UserError that names `where` if it is not one."""
-    try:
-        return Run.model_validate_json(line)
-    except ValidationError as error:
-        raise UserError(f"{where} is not a run of the evaluate stage: {_first_problem(error)}") from error
-
-
-def parse_summary(data: Any, where: str) -> Summary:
-    """summary.json's content as a `Summary`; UserError that names `where` if it is not one."""
-    try:
-        return Summary.model_validate(data)
-    except ValidationError as error:
-        raise UserError(f"{where} is not a summary of the evaluate stage: {_first_problem(error)}") from error
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")
-
 
 # ----------------------------------------------------------------------------------------------------- paired bootstrap
 
@@ -557,121 +410,3 @@ def _schedulers(distill: Mapping[str, Any] | None) -> dict[str, Any]:
 def _hardware(summary: Summary) -> dict[str, Any]:
     device = summary.device if isinstance(summary.device, dict) else {"name": summary.device}
     return {**device, "dtype": summary.identity.dtype}
-
-
-# -------------------------------------------------------------------------------------------------------- the validator
-
-
-class _Interval(_Strict):
-    mean: Finite
-    low: Finite | None
-    high: Finite | None
-
-
-class _Ratio(_Strict):
-    ratio: Finite
-    low: Finite | None
-    high: Finite | None
-
-
-class _Method(_Strict):
-    """What any method has; what only this project's engine counts may be null."""
-
-    tokens: Count
-    seconds: Positive
-    tokens_per_s: NotNegative
-    speedup: _Interval
-    tokens_per_step: NotNegative | None
-    steps: Count | None
-    strong_calls_per_step: NotNegative | None
-    acceptance_by_depth: list[NotNegative] | None
-    time_split_ms: TimeSplit | None
-
-
-class _Plain(_Method):
-    tokens_per_step: NotNegative
-    steps: Count
-
-
-class _Drafting(_Plain):
-    strong_calls_per_step: NotNegative
-    acceptance_by_depth: list[NotNegative]
-    time_split_ms: TimeSplit
-
-
-class _Bench(_Strict):
-    plain: _Plain
-    ngram: _Drafting
-    strong: _Drafting
-    fixed: _Drafting
-    treegraft: _Drafting
-    hf_prompt_lookup: _Method | None
-    hf_assisted: _Method | None
-
-
-class _OverBest(_Strict):
-    mean: Finite
-    max: Finite
-    min: Finite
-    # The benchmarks are the extra keys; pydantic checks each of them against this annotation.
-    __pydantic_extra__: dict[str, _Ratio]
-
-
-class _Oracle(_Strict):
-    over_best_single: Finite | None
-    captured: Finite | None
-
-
-class _Replay(_Strict):
-    predicted_speedup: Finite | None
-    measured_speedup: Finite
-
-
-class _Report(_Strict):
-    schema_: Name = Field(alias="schema")
-    pair: Name
-    device: dict[str, Any] | Name
-    settings: dict[str, Any]
-    created: Name
-    benchmarks: Annotated[dict[str, _Bench], Field(min_length=1)]
-    over_best_single: _OverBest
-    oracle: _Oracle
-    replay: _Replay
-    identity: Identity
-
-    @model_validator(mode="after")
-    def _same_benchmarks(self) -> Self:
-        differing = set(self.benchmarks) ^ set(self.over_best_single.__pydantic_extra__)
-        if differing:
-            raise ValueError(f"only one of benchmarks and over_best_single has {', '.join(sorted(differing))}")
-        return self
-
-
-def check_report(report: dict[str, Any]) -> None:
-    """ValueError with every problem if `report` lacks a key, is null where it may not be, or is not strict JSON."""
-    problems = [f"{path} is {value}" for path, value in _not_finite(report, "")]
-    try:
-        _Report.model_validate(report)
-    except ValidationError as error:
-        problems += [
-            f"{'.'.join(map(str, problem['loc'])) or 'report'}: {problem['msg']}"
-            for problem in error.errors(include_url=False, include_input=False)
-        ]
-    try:
-        json.dumps(report, allow_nan=True)
-    except TypeError as error:
-        problems.append(str(error))
-    if problems:
-        raise ValueError("not a report: " + "; ".join(problems))
-
-
-def _not_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Path and value of each NaN or infinity, in extra keys too."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _not_finite(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _not_finite(inner, f"{path}[{index}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield path, value

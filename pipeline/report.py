@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.aggregate import Run
+    from pipeline.measurements import Run
     from pipeline.params import PairConfig
 
 
@@ -30,8 +30,9 @@ PLOT_COLUMNS = {
 
 def run(config: "PairConfig") -> None:
     """Write the report of one pair; UserError if its evaluation or distillation is missing, unfinished or malformed."""
-    from pipeline.aggregate import build_report, parse_summary
+    from pipeline.aggregate import build_report
     from pipeline.files import read_json, write_json, write_text
+    from pipeline.measurements import parse_summary
     from pipeline.report_html import render_html, render_markdown
 
     again = f"run `pipeline evaluate {config.slug}` again"
@@ -55,7 +56,7 @@ def run(config: "PairConfig") -> None:
 
 def read_runs(path: Path, again: str) -> "list[Run]":
     """The rows of runs.jsonl. `again` says how to mend a missing, torn or malformed file (end of a UserError)."""
-    from pipeline.aggregate import parse_run
+    from pipeline.measurements import parse_run
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -94,7 +95,7 @@ def metrics(report: Mapping[str, Any]) -> dict[str, float]:
 
 def plots(report: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Rows of each plot's table by the plot's name."""
-    from pipeline.aggregate import METHODS
+    from pipeline.measurements import METHODS
 
     results = [
         (bench, method, group[method])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import svg
-from pipeline.aggregate import DRAFTING_METHODS, LABELS, METHODS, SINGLE_METHODS, TIME_PARTS
+from pipeline.measurements import DRAFTING_METHODS, LABELS, METHODS, SINGLE_METHODS, TIME_PARTS
 
 if TYPE_CHECKING:
     from jinja2 import Environment

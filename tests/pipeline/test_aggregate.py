@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 
 from pipeline.aggregate import (
-    DRAFTING_METHODS,
-    METHODS,
-    OWN_METHODS,
     Sums,
     build_report,
-    check_report,
     compare,
     draw_prompts,
     drawn_ratios,
     headroom,
-    parse_run,
-    parse_summary,
     percentile_interval,
     verdict,
 )
+from pipeline.measurements import DRAFTING_METHODS, METHODS, OWN_METHODS, parse_run, parse_summary
+from pipeline.report_schema import check_report
 from treegraft.errors import UserError
 
 BENCHES = ("chat", "code", "maths")
@@ -160,7 +156,7 @@ DISTILL = {
 def report_of(rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     """The report of `rows` with the synthetic summary and distillation."""
     runs = [parse_run(json.dumps(row), f"line {number}") for number, row in enumerate(rows, 1)]
-    summary = parse_summary(make_summary(tuple({run.bench for run in runs})), "summary.json")
+    summary = parse_summary(make_summary(tuple(sorted({run.bench for run in runs}))), "summary.json")
     return build_report("toy", runs, summary, DISTILL, **({"resamples": 200} | options))
 
 

@@ -11,11 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeline import svg
-from pipeline.aggregate import METHODS, OWN_METHODS, build_report, check_report, parse_run, parse_summary
+from pipeline.aggregate import build_report
 from pipeline.files import read_json
+from pipeline.measurements import METHODS, OWN_METHODS, parse_run, parse_summary
 from pipeline.params import PairConfig, load_pair
 from pipeline.report import metrics, plots, run
 from pipeline.report_html import render_html, render_markdown
+from pipeline.report_schema import check_report
 from tests.pipeline.test_aggregate import BENCHES, DISTILL, make_rows, make_summary, report_of
 from treegraft.errors import UserError
 
