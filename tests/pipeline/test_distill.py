@@ -380,7 +380,7 @@ def test_refuses_missing_parts(config: PairConfig) -> None:
     with pytest.raises(UserError, match="has no tokenizer_hashes"):
         distill.run(config)
     (config.paths.traces / "calibration.json").unlink()
-    with pytest.raises(UserError, match=r"calibration\.json does not exist"):
+    with pytest.raises(UserError, match=r"calibration\.json is missing"):
         distill.run(config)
     shutil.rmtree(config.paths.traces)
     with pytest.raises(UserError, match="run `pipeline traces smollm2-135m` first"):
