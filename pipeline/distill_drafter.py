@@ -72,7 +72,7 @@ class DrafterRecipe:
     warmup_steps: int = 30
     hold_steps: int = 75
     """Steps until the first fall, warm-up included."""
-    falls: tuple[tuple[int, float], ...] = ((90, 5e-4), (45, 6e-4), (60, 6e-4))
+    falls: tuple[tuple[int, float], ...] = ((90, 5e-4), (45, 6e-4), (60, 6e-4), (800, 5e-4))
     """(steps, rate it begins with) of each fall of the learning rate to zero; training ends with the last one."""
     vocabulary: int = 4096
     """Frequent tokens that are always in the reduced vocabulary."""
