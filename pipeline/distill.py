@@ -11,14 +11,13 @@ are all chosen by the replayed speed on the validation prompts; a loss decides n
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import read_json
+from pipeline.files import read_json, scratch_folder
 from pipeline.labelled import LabelledStates, decide, rows_of
 from treegraft.errors import UserError
 
@@ -97,7 +96,7 @@ def train_students(config: "PairConfig", inputs: Inputs) -> list[Fit]:
     """
     from pipeline.progress import progress
 
-    folder = _scratch(config, inputs.digest)
+    folder = scratch_folder(config.paths.scratch("distill"), inputs.digest)
     rounds = range(config.distill.policy_iterations + 1)
     work = [(seed, round_) for seed in config.distill.seeds for round_ in rounds]
     fits: list[Fit] = []
@@ -181,17 +180,6 @@ def _one_thread() -> Iterator[None]:
 
 
 # --- finished fits in the scratch folder -----------------------------------------------------------------------------
-
-
-def _scratch(config: "PairConfig", digest: str) -> Path:
-    """The folder of the fits that belong to these inputs; those of other inputs are removed."""
-    root = config.paths.scratch("distill")
-    folder = root / digest[:16]
-    if root.is_dir():
-        for other in root.iterdir():
-            if other != folder:
-                shutil.rmtree(other)
-    return folder
 
 
 def _store(path: Path, student: "FittedStudent") -> None:

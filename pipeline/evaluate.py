@@ -10,7 +10,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import append_jsonl, file_digest, json_text, read_jsonl, replacing_folder, write_json, write_text
+from pipeline.files import (
+    append_jsonl,
+    file_digest,
+    json_text,
+    read_jsonl,
+    replacing_folder,
+    scratch_folder,
+    write_json,
+    write_text,
+)
 from pipeline.labelled import decide
 from pipeline.methods import Bench, Method, make_methods, prepare
 from pipeline.progress import log, progress
@@ -236,10 +245,4 @@ def _scratch(config: "PairConfig", prompts: list[Prompt]) -> Path:
         "scheduler": [file_digest(config.paths.scheduler / name) for name in ("config.json", "model.safetensors")],
         "code": [file_digest(path) for path in code],
     }
-    folder = config.paths.scratch("evaluate") / hashlib.sha256(json_text(parts).encode()).hexdigest()[:16]
-    if folder.parent.is_dir():
-        for other in folder.parent.iterdir():
-            if other != folder:
-                shutil.rmtree(other)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return scratch_folder(config.paths.scratch("evaluate"), parts)

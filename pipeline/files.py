@@ -60,6 +60,20 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def scratch_folder(root: Path, work: Any) -> Path:
+    """The folder below ``root`` for half-done ``work`` (anything JSON can hold); what other work left there is removed.
+
+    Equal work, whenever it is started, finds its own pieces again and never another's.
+    """
+    folder = root / hashlib.sha256(json_text(work).encode()).hexdigest()[:16]
+    if root.is_dir():
+        for other in root.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, whole or not at all."""
     with replacing(path) as temporary:

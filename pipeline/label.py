@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import json_text, read_json, replacing_folder, write_bytes, write_json
+from pipeline.files import read_json, replacing_folder, scratch_folder, write_bytes, write_json
 from pipeline.progress import log, progress
 from pipeline.prompts import SPLITS, Prompt, select_prompts
 
@@ -85,13 +85,7 @@ def _scratch(config: "PairConfig", prompts: dict[str, list[Prompt]]) -> Path:
         "prompts": {split: [[p.id, list(p.turns)] for p in of_split] for split, of_split in prompts.items()},
         "code": _code_digest(),
     }
-    folder = config.paths.scratch("label") / hashlib.sha256(json_text(parts).encode()).hexdigest()[:16]
-    if folder.parent.is_dir():
-        for other in folder.parent.iterdir():
-            if other != folder:
-                shutil.rmtree(other)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return scratch_folder(config.paths.scratch("label"), parts)
 
 
 def _code_digest() -> str:
