@@ -123,3 +123,14 @@ def test_sizes() -> None:
     # One more node costs a millisecond, worth 0.3 tokens: only the first node is likelier than that.
     assert sizes[choose_size(mass, steep, 0.3)] == 1
     assert sizes[choose_size(mass, steep, 0.6)] == 0
+
+
+def test_no_graft_goes_deeper_than_allowed() -> None:
+    """A drafter that is always called may fill the allowed depth and never passes it."""
+    limits = DraftSettings(depth=4, width=2, look_back=4)
+    tree = DraftTree(0, 2)
+    for layer in range(1, 5):
+        nodes = plan_call(tree, 1, limits, layer, 2)
+        tree.row[1, nodes] = tree.row[1].max() + 1 + np.arange(len(nodes))
+        graft(tree, 1, TableScores(np.log(np.full((20, 3), 1 / 3))), limits, layer, 2)
+    assert tree.depth[: len(tree)].max() == 2

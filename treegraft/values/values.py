@@ -16,7 +16,6 @@ from treegraft.values.tables import OutcomeTables
 
 OFF_POLICY = 0.25  # chance with which training's visit weights leave the policy at each decision and position
 
-Predict = Callable[[NDArray[np.float32]], NDArray[np.float64]]
 Fit = Callable[[OutcomeTables, FloatArray, FloatArray], IntArray]
 
 
