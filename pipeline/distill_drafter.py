@@ -3,13 +3,14 @@
 Four steps, each kept in the work folder so that a killed run goes on where it stood:
 
 1. *Teach*: the target writes chats and answers them greedily (`pipeline.self_instruct`); its hidden states are kept.
-2. *Fit*: the student takes a few of the target's layers. One after the other, each down projection is refitted in
-   closed form (ridge regression) so that the layer's output comes close to what the target has after the whole block
-   of layers that it replaces.
+2. *Fit*: the student takes some of the target's layers. Where a block of the target's layers ends, the down
+   projection of the student's last layer for that block is refitted in closed form (ridge regression), so that its
+   output comes close to what the target has after the whole block.
 3. *Match*: gradient steps on the distance between the student's and the target's hidden states. No vocabulary is
    involved, so a step is cheap.
 4. *Distil*: the same distance, plus divergence from the target's next-token distribution and cross-entropy on its
-   greedy token, over a reduced vocabulary (frequent tokens, those of the batch, random others).
+   greedy token, over the draft vocabulary: the tokens that the drafter's head keeps (see
+   `treegraft.draft_vocabulary`).
 
 The student itself - its making, measuring and storing - is in `pipeline.pruned_student`.
 
@@ -52,45 +53,37 @@ Progress = Callable[[str, int, int], None]
 class DrafterRecipe:
     """Everything that decides what the drafter becomes; the defaults made the stored one."""
 
-    layers: tuple[int, ...] = (0, 6, 12, 18, 24, 29)
-    """Layers of the target that the student starts from, one for each of `teacher.hidden_after`."""
+    layers: tuple[int, ...] = (0, 4, 9, 10, 14, 19, 24, 25, 29)
+    """Layers of the target that the student starts from."""
+    matched: tuple[int, ...] = (1, 2, 4, 5, 6, 8)
+    """Student layers whose output shall be the target's state, one for each of `teacher.hidden_after`."""
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
-    self_shards: int = 2
+    self_shards: int = 8
     """Batches of self-written chats, beside the batches that hold the given prompts."""
-    given_row_tokens: int = 0
-    """Chat length of given prompts; one that leaves no 16 tokens for an answer is left out. 0: none is taught."""
+    given_row_tokens: int = 384
+    """Chat length of given prompts; one that leaves no 80 tokens for an answer is left out."""
     fit_rows: int = 48
     """Chats that the closed-form fit reads; 0 leaves the copied layers as they are."""
     fit_ridge: float = 1e-3
     """Pull towards the copied projection, as a share of the mean squared feature."""
-    match_steps: int = 120
+    match_steps: int = 300
     """Steps on hidden states alone; the rest is on hidden states and next tokens."""
+    total_steps: int = 2000
     batch_rows: int = 2
     """Chats in one step."""
-    learning_rate: float = 1e-3
-    """Peak of the schedule (see `learning_rate`)."""
-    warmup_steps: int = 30
-    hold_steps: int = 75
-    """Steps until the first fall, warm-up included."""
-    falls: tuple[tuple[int, float], ...] = ((90, 5e-4), (45, 6e-4), (60, 6e-4), (800, 5e-4))
-    """(steps, rate it begins with) of each fall of the learning rate to zero; training ends with the last one."""
-    vocabulary: int = 4096
-    """Frequent tokens that are always in the reduced vocabulary."""
-    random_tokens: int = 512
-    """Further tokens drawn anew in each step, so that none can drift up unseen."""
+    learning_rate: float = 6e-4
+    """Peak; it falls linearly to zero after the warm-up. Twice as much does harm at this batch size."""
+    warmup_steps: int = 50
+    vocabulary: int = 8192
+    """Tokens of the draft vocabulary."""
     kind_weights: tuple[float, float, float] = (0.1, 0.5, 1.0)
     """Loss weight of a position whose next token is copied, sampled in a user turn, greedy in an answer."""
     hidden_weight: float = 1.0
     """Weight of the hidden-state distance while distilling (1 while matching)."""
     greedy_weight: float = 0.5
     """Share of cross-entropy on the greedy token; the rest is divergence from the target's distribution."""
-    checkpoint_steps: int = 75
+    checkpoint_steps: int = 100
     seed: int = 0
-
-    @property
-    def total_steps(self) -> int:
-        """All steps of training."""
-        return self.hold_steps + sum(steps for steps, _ in self.falls)
 
 
 class ChatStore:
@@ -116,35 +109,46 @@ class ChatStore:
         """The tensors of some rows of a shard, shaped as in `pipeline.self_instruct.write_shard`."""
         return {name: t[:, rows] if name == "hidden" else t[rows] for name, t in self.shards[shard].items()}
 
-    def frequent(self, count: int) -> Tensor:
-        """The `count` tokens most often read or considered by the target, [count] int64, sorted."""
-        seen = torch.cat(
-            [torch.cat([shard["tokens"].flatten(), shard["top"].flatten()]).long() for shard in self.shards]
-        )
-        found, times = seen.unique(return_counts=True)
-        return found[times.argsort(descending=True, stable=True)[:count]].sort().values
+    def frequent(self, count: int, size: int) -> Tensor:
+        """The draft vocabulary: `count` tokens out of `size`, [count] int64, ascending.
+
+        Answers and self-written turns count most, tokens that the target considered a little; among the rest, which
+        the data hardly shows, a low id goes first, because tokenizers number their merges by frequency.
+        """
+        seen = torch.zeros(size)
+        for shard in self.shards:
+            seen += 4 * torch.bincount(shard["tokens"][shard["kinds"] > 0].long(), minlength=size)
+            seen += 0.25 * torch.bincount(
+                shard["top"][:, :-1][shard["kinds"][:, 1:] > 0].flatten().long(), minlength=size
+            )
+        seen += 4 * (1 - torch.arange(size) / size)
+        return seen.argsort(descending=True, stable=True)[:count].sort().values
 
 
 @torch.no_grad()
 def fit_down_projections(
-    student: LlamaForCausalLM, store: ChatStore, rows: int, ridge: float, progress: Progress
+    student: LlamaForCausalLM, store: ChatStore, recipe: DrafterRecipe, progress: Progress
 ) -> list[float]:
-    """Refit each layer's down projection in closed form, from the first layer to the last; relative errors by layer.
+    """Refit the matched layers' down projections in closed form, from the first to the last; their relative errors.
 
     The target state t after the block is matched by a + W u, where a is the state after the layer's attention and u
     its gated features; W minimises sum |t - a - W u|^2 / |t|^2 with a ridge towards the copied W.
     """
     shard = store.shards[-1]
-    rows = min(rows, len(shard["tokens"]))
+    rows = min(recipe.fit_rows, len(shard["tokens"]))
     tokens = shard["tokens"][:rows].long()
     hidden = student.model.embed_tokens(tokens)
     turn = student.model.rotary_emb(hidden, torch.arange(tokens.shape[1])[None])
     errors = []
     for index, layer in enumerate(student.model.layers):
+        if index not in recipe.matched:
+            hidden = torch.cat([layer(part, position_embeddings=turn, attention_mask=None) for part in hidden.split(8)])
+            continue
+        states = shard["hidden"][recipe.matched.index(index), :rows]
         after: list[tuple[Tensor, Tensor]] = []
         old = layer.mlp.down_proj.weight  # [hidden, features]
         gram, cross = torch.zeros(old.shape[1], old.shape[1]), torch.zeros(old.shape[1], old.shape[0])
-        for part, wanted in zip(hidden.split(8), shard["hidden"][index, :rows].split(8), strict=True):
+        for part, wanted in zip(hidden.split(8), states.split(8), strict=True):
             normed = layer.input_layernorm(part)
             state = part + layer.self_attn(normed, position_embeddings=turn, attention_mask=None)[0]
             inner = layer.post_attention_layernorm(state)
@@ -155,12 +159,11 @@ def fit_down_projections(
             gram += scaled.T @ scaled
             cross += scaled.T @ ((target - state) * scale).flatten(0, 1)
             after.append((state, features))
-        pull = ridge * gram.diagonal().mean()
+        pull = recipe.fit_ridge * gram.diagonal().mean()
         gram.diagonal().add_(pull)
         layer.mlp.down_proj.weight.copy_(torch.linalg.solve(gram, cross + pull * old.T).T)
         hidden = torch.cat([state + layer.mlp.down_proj(features) for state, features in after])
-        target = shard["hidden"][index, :rows].float()
-        errors.append(float(relative_error(hidden, target).mean()))
+        errors.append(float(relative_error(hidden, states.float()).mean()))
         progress("fit", index + 1, len(student.model.layers))
     return errors
 
@@ -170,53 +173,56 @@ def relative_error(state: Tensor, wanted: Tensor) -> Tensor:
     return (state - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-6)
 
 
+@dataclass(frozen=True)
+class DraftHead:
+    """The part of the target's head that stands for the draft vocabulary (V tokens), and its final norm."""
+
+    tokens: Tensor  # [V] int64, ascending
+    column: Tensor  # [vocabulary] int64: where a token is in `tokens`, -1 if it is not
+    weight: Tensor  # [V, hidden]
+    norm: torch.nn.Module
+
+    @classmethod
+    def of(cls, target: LlamaForCausalLM, tokens: Tensor) -> "DraftHead":
+        column = torch.full((target.config.vocab_size,), -1)
+        column[tokens] = torch.arange(len(tokens))
+        return cls(tokens, column, target.lm_head.weight[tokens].detach(), target.model.norm)
+
+
 def chat_loss(
-    student: LlamaForCausalLM,
-    target_norm: torch.nn.Module,
-    batch: dict[str, Tensor],
-    frequent: Tensor,
-    recipe: DrafterRecipe,
-    step: int,
+    student: LlamaForCausalLM, head: DraftHead, batch: dict[str, Tensor], recipe: DrafterRecipe, step: int
 ) -> Tensor:
-    """The loss of one step (a scalar); batch as in a shard, `frequent` [vocabulary]."""
+    """The loss of one step (a scalar); batch as in a shard."""
     tokens = batch["tokens"].long()
     wanted = batch["hidden"].float()
     weights = torch.tensor(recipe.kind_weights)[batch["kinds"].long()]
     states = layer_states(student, tokens)
-    distance = torch.stack([relative_error(s, w) for s, w in zip(states, wanted, strict=True)]).mean(0)
+    matched = [states[index] for index in recipe.matched]
+    distance = torch.stack([relative_error(s, w) for s, w in zip(matched, wanted, strict=True)]).mean(0)
     # a state matters for what comes next, so it has the weight of the next token
     weights = torch.cat([weights[:, 1:], weights[:, -1:]], dim=1)
     loss = (distance * weights).sum() / weights.sum()
     if step < recipe.match_steps:
         return loss
     chosen = batch["kinds"][:, 1:].long() > 0
-    labels = tokens[:, 1:][chosen]
-    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-    extra = torch.randint(student.config.vocab_size, (recipe.random_tokens,), generator=generator)
-    words = torch.cat([frequent, labels, batch["top"][:, :-1][chosen].flatten().long(), extra]).unique()
-    head = student.lm_head.weight[words]
     with torch.no_grad():
-        teacher = (target_norm(wanted[-1, :, :-1][chosen]) @ head.T).log_softmax(-1)
-    mine = (student.model.norm(states[-1][:, :-1][chosen]) @ head.T).log_softmax(-1)
+        teacher = (head.norm(wanted[-1, :, :-1][chosen]) @ head.weight.T).log_softmax(-1)
+    mine = (student.model.norm(states[-1][:, :-1][chosen]) @ head.weight.T).log_softmax(-1)
     divergence = (teacher.exp() * (teacher - mine)).sum(-1)
-    greedy = torch.nn.functional.nll_loss(mine, torch.searchsorted(words, labels), reduction="none")
-    answer = batch["kinds"][:, 1:][chosen] == 2
-    # a sampled user token is no better a label than the target's distribution
-    mixed = torch.where(answer, recipe.greedy_weight * greedy + (1 - recipe.greedy_weight) * divergence, divergence)
+    label = head.column[tokens[:, 1:][chosen]]
+    greedy = torch.nn.functional.nll_loss(mine, label.clamp_min(0), reduction="none")
+    # neither a sampled user token nor one that the drafter cannot say is a label
+    labelled = (batch["kinds"][:, 1:][chosen] == 2) & (label >= 0)
+    mixed = torch.where(labelled, recipe.greedy_weight * greedy + (1 - recipe.greedy_weight) * divergence, divergence)
     token_weights = weights[:, :-1][chosen]
     return recipe.hidden_weight * loss + (mixed * token_weights).sum() / token_weights.sum()
 
 
 def learning_rate(recipe: DrafterRecipe, step: int) -> float:
-    """Linear warm-up to the peak, the peak, then one linear fall to zero after another (see `DrafterRecipe.falls`)."""
-    if step < recipe.hold_steps:
-        return recipe.learning_rate * min(1.0, (step + 1) / recipe.warmup_steps)
-    end = recipe.hold_steps
-    for steps, rate in recipe.falls:
-        end += steps
-        if step < end:
-            return rate * (end - step) / steps
-    return 0.0
+    """Linear warm-up to the peak, then a linear fall to zero."""
+    if step < recipe.warmup_steps:
+        return recipe.learning_rate * (step + 1) / recipe.warmup_steps
+    return recipe.learning_rate * (recipe.total_steps - step) / (recipe.total_steps - recipe.warmup_steps)
 
 
 def teach(
@@ -229,12 +235,11 @@ def teach(
 ) -> list[Path]:
     """Write the teacher shards that `work` lacks; paths of all, given prompts last."""
     given_recipe = replace(recipe.teacher, row_tokens=recipe.given_row_tokens)
-    # no prompt fits into rows of no length
-    room = recipe.given_row_tokens - 64  # system prompt, template and 16 tokens of answer
+    room = recipe.given_row_tokens - 128  # system prompt, template and 80 tokens of answer
     fitting = [p for p in prompts if len(tokenizer(p).input_ids) <= room]
     size = recipe.teacher.batch_rows
-    jobs: list[tuple[Path, list[str], TeacherRecipe]] = [
-        (work / f"self-{shard:04d}.safetensors", [], recipe.teacher) for shard in range(recipe.self_shards)
+    jobs: list[tuple[Path, Sequence[str], TeacherRecipe]] = [
+        (work / f"self-{shard:04d}.safetensors", prompts, recipe.teacher) for shard in range(recipe.self_shards)
     ]
     jobs += [
         (work / f"given-{start // size:04d}.safetensors", fitting[start : start + size], given_recipe)
@@ -243,7 +248,7 @@ def teach(
     for done, (path, some, teacher) in enumerate(jobs):
         progress("teach", done, len(jobs))
         if not path.exists():
-            write_shard(target, tokenizer, some, done, teacher, path)
+            write_shard(target, tokenizer, some, done >= recipe.self_shards, done, teacher, path)
     progress("teach", len(jobs), len(jobs))
     return [path for path, _, _ in jobs]
 
@@ -272,19 +277,21 @@ def train_drafter(
     if not isinstance(target, LlamaForCausalLM):
         raise UserError(f"{target_folder} holds a {type(target).__name__}; only Llama targets can be pruned this way.")
     last = target.config.num_hidden_layers
-    if recipe.teacher.hidden_after[-1] != last or len(recipe.teacher.hidden_after) != len(recipe.layers):
+    after = recipe.teacher.hidden_after
+    if after[-1] != last or len(after) != len(recipe.matched) or recipe.matched[-1] != len(recipe.layers) - 1:
         raise UserError(
-            f"The recipe keeps the states after layers {recipe.teacher.hidden_after} for a student of layers "
-            f"{recipe.layers}: give one state for each student layer, the last of them after layer {last}."
+            f"The recipe keeps the states after layers {after} for student layers {recipe.matched} of "
+            f"{len(recipe.layers)}: give one state for each of them, the last of both after the last layer ({last})."
         )
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     paths = teach(target, tokenizer, prompts, recipe, work, progress)
     tests = _held_out(target, tokenizer, held_out, held_out_tokens, work / "held_out.pt")
     store = ChatStore(paths)
+    head = DraftHead.of(target, store.frequent(recipe.vocabulary, target.config.vocab_size))
     student = make_student(target, recipe.layers)
-    _optimise(student, target.model.norm, store, recipe, work, tests, progress)
-    save_layers(student, out)
-    return agreement(student.eval(), tests)
+    _optimise(student, head, store, recipe, work, tests, progress)
+    save_layers(student, head.tokens, out)
+    return agreement(student.eval(), tests, head.tokens)
 
 
 def _claim(work: Path, recipe: DrafterRecipe) -> None:
@@ -311,7 +318,7 @@ def _held_out(
 
 def _optimise(
     student: LlamaForCausalLM,
-    target_norm: torch.nn.Module,
+    head: DraftHead,
     store: ChatStore,
     recipe: DrafterRecipe,
     work: Path,
@@ -340,11 +347,12 @@ def _optimise(
         lines = saved["curve"]
     else:
         if recipe.fit_rows:
-            fit_down_projections(student, store, recipe.fit_rows, recipe.fit_ridge, progress)
+            fit_down_projections(student, store, recipe, progress)
         lines = []
         if tests:
-            lines.append({"step": 0, "tokens": 0, "minutes": 0.0, "loss": None, **agreement(student, tests)})
-    frequent = store.frequent(recipe.vocabulary)
+            lines.append(
+                {"step": 0, "tokens": 0, "minutes": 0.0, "loss": None, **agreement(student, tests, head.tokens)}
+            )
     tokens_seen = lines[-1]["tokens"] if lines else 0
     losses: list[float] = []
     order: list[tuple[int, Tensor]] = []
@@ -357,7 +365,7 @@ def _optimise(
         batch = store.batch(shard, rows)
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(recipe, step)
-        loss = chat_loss(student, target_norm, batch, frequent, recipe, step)
+        loss = chat_loss(student, head, batch, recipe, step)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
@@ -369,7 +377,13 @@ def _optimise(
         if step % recipe.checkpoint_steps == 0 or step == total:
             now = seconds + time.monotonic() - began
             point = {"step": step, "tokens": tokens_seen, "minutes": round(now / 60, 2)}
-            lines.append({**point, "loss": sum(losses) / len(losses), **(agreement(student, tests) if tests else {})})
+            lines.append(
+                {
+                    **point,
+                    "loss": sum(losses) / len(losses),
+                    **(agreement(student, tests, head.tokens) if tests else {}),
+                }
+            )
             losses = []
             layers = {name: p.detach() for name, p in trained.items()}
             made = {"step": step, "seconds": now, "layers": layers, "optimiser": optimiser.state_dict(), "curve": lines}

@@ -34,7 +34,7 @@ def run(config: PairConfig) -> None:
     for entry in entries[1:]:
         drafter = _without_weights(config, entry)
         shared = check_vocabularies(target, drafter)
-        models[entry.name] = _description(entry, drafter) | {"shared_vocabulary": shared}
+        models[entry.name] = _description(entry, drafter) | {"shared_vocabulary": shared.size}
     write_json(config.paths.manifest("fetch"), {"schema": SCHEMA, "pair": config.slug, "models": models})
 
 

@@ -150,7 +150,7 @@ def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], scr
                 if len(text) > turn.prompt_tokens:
                     runner.reset(len(text))
                     logits = runner.prefill(text[:-1], turn.prompt_tokens - 1)
-                    fit.add(logits[:, :vocabulary], text[turn.prompt_tokens :])
+                    fit.add(logits[:, : vocabulary.size], vocabulary.columns_of(text[turn.prompt_tokens :]))
         temperatures.append(fit.temperature())
     calibration = Calibration(counts.table().round(6), tuple(temperatures))
     write_json(path, calibration.to_json())

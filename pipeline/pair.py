@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.params import PairConfig
+    from treegraft.draft_vocabulary import DraftVocabulary
     from treegraft.drafters import Drafter
     from treegraft.models import LanguageModel
     from treegraft.values.calibration import Calibration
@@ -22,8 +23,8 @@ class PairModels:
 
     target: "LanguageModel"
     drafters: list["LanguageModel | None"]
-    vocabulary: list[int]
-    """Shared vocabulary size with the target, [m]; the target's own for the n-gram drafter."""
+    vocabulary: list["DraftVocabulary"]
+    """What each drafter can propose, [m]; the target's own vocabulary for the n-gram drafter."""
 
     def tokenizer_hashes(self) -> dict[str, str]:
         """Of the target and of every drafter model, by name."""
@@ -40,6 +41,7 @@ def load_pair_models(config: "PairConfig") -> PairModels:
     """
     import torch
 
+    from treegraft.draft_vocabulary import DraftVocabulary
     from treegraft.models import load_model, resolve_device, resolve_dtype
     from treegraft.vocabulary import check_vocabularies
 
@@ -58,7 +60,9 @@ def load_pair_models(config: "PairConfig") -> PairModels:
         None if entry.kind == "ngram" else load_model(config.paths.drafter(entry.name), entry.name, device, dtype)
         for entry in config.drafters
     ]
-    vocabulary = [target.vocab_size if model is None else check_vocabularies(target, model) for model in drafters]
+    vocabulary = [
+        DraftVocabulary(target.vocab_size) if model is None else check_vocabularies(target, model) for model in drafters
+    ]
     return PairModels(target, drafters, vocabulary)
 
 

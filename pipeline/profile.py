@@ -113,12 +113,14 @@ def _measure_grid(
     """Medians (and the spread between the quartiles) of forwards of n new tokens after c context tokens, in ms."""
     import numpy as np
 
+    from treegraft.draft_vocabulary import DraftVocabulary
     from treegraft.drafters.lm import RowStore
     from treegraft.runner import ModelRunner
 
     runner = ModelRunner(model)
     runner.reset(contexts[-1] + new_tokens[-1])
-    store = RowStore(model.vocab_size, config.decoding.width, 1.0) if kind == "drafter" else None
+    vocabulary = DraftVocabulary(model.vocab_size if model.draft_tokens is None else len(model.draft_tokens))
+    store = RowStore(vocabulary, config.decoding.width, 1.0) if kind == "drafter" else None
     text = np.random.default_rng(config.seed).integers(0, model.vocab_size, contexts[-1] + new_tokens[-1])
     repeats = config.profile.repeats if kind != "prefill" else min(3, config.profile.repeats)
     times: dict[tuple[int, int], list[float]] = {(n, c): [] for c in contexts for n in new_tokens}
@@ -202,7 +204,7 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
     if len(light) < m:
         strong = next(i for i, model in enumerate(models.drafters) if model is not None)
         store = RowStore(models.vocabulary[strong], settings.width, 1.0)
-        rows = store.append(torch.randn(len(tree), models.vocabulary[strong], device=models.target.device))
+        rows = store.append(torch.randn(len(tree), models.vocabulary[strong].size, device=models.target.device))
 
         def work() -> None:
             grown = tree.copy()

@@ -1,6 +1,7 @@
 """The pruned student: made from a target's layers, measured against its answers, stored and put together again.
 
-Only the layers and the final norm are stored; embeddings and head are the target's own, which halves the file.
+Only the layers, the final norm and the draft vocabulary are stored; embeddings and head are the target's own, which
+halves the file.
 
 What this module does not know: how the student is trained.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from pipeline.files import replacing, replacing_folder
+from treegraft.draft_vocabulary import DRAFT_VOCABULARY
 from treegraft.errors import UserError
 
 
@@ -69,13 +71,17 @@ def layer_states(student: LlamaForCausalLM, tokens: Tensor) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def agreement(student: LlamaForCausalLM, held_out: Sequence[HeldOut]) -> dict[str, float]:
-    """Share of answer positions where the student's argmax is the target's greedy token; by kind and "all"."""
+def agreement(student: LlamaForCausalLM, held_out: Sequence[HeldOut], vocabulary: Tensor) -> dict[str, float]:
+    """Share of answer positions where the student's argmax is the target's greedy token; by kind and "all".
+
+    vocabulary: [V] int64, the tokens that the student can say.
+    """
+    head = student.lm_head.weight[vocabulary]
     counts: dict[str, list[int]] = {}
     for item in held_out:
         states = layer_states(student, item.tokens[None, :-1])
-        logits = student.lm_head(student.model.norm(states[-1][0, item.answer_start - 1 :]))
-        hits = int((logits.argmax(-1) == item.tokens[item.answer_start :]).sum())
+        logits = student.model.norm(states[-1][0, item.answer_start - 1 :]) @ head.T
+        hits = int((vocabulary[logits.argmax(-1)] == item.tokens[item.answer_start :]).sum())
         for kind in (item.kind, "all"):
             sums = counts.setdefault(kind, [0, 0])
             sums[0] += hits
@@ -108,20 +114,42 @@ def answer_greedily(
     return [made[i] for i in range(len(ids))]
 
 
-def save_layers(student: LlamaForCausalLM, path: Path) -> None:
-    """Write the student's layers and final norm in bf16 (temporary name, then renamed)."""
-    kept = {n: p.detach().to(torch.bfloat16).contiguous() for n, p in student.named_parameters() if is_stored(n)}
+def save_layers(student: LlamaForCausalLM, vocabulary: Tensor, path: Path) -> None:
+    """Write layers, final norm and draft vocabulary (temporary name, then renamed); git holds this file.
+
+    Matrices are stored as int8 [out, in] with one scale for each output (`<name>.scale`, float32 [out]): half the size
+    of bf16, and a draft never changes the output.
+    """
+    kept = {"draft_vocabulary": vocabulary.to(torch.int32)}
+    for name, parameter in student.named_parameters():
+        if is_stored(name) and parameter.ndim == 2:
+            scale = parameter.detach().abs().amax(dim=1).clamp_min(1e-8) / 127
+            kept[name] = (parameter.detach() / scale[:, None]).round().to(torch.int8)
+            kept[f"{name}.scale"] = scale
+        elif is_stored(name):
+            kept[name] = parameter.detach().to(torch.bfloat16)
     with replacing(path) as temporary:
         save_file(kept, str(temporary), metadata={"format": "pt"})
+
+
+def load_layers(path: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """What `save_layers` wrote: bf16 tensors by name, and the draft vocabulary, [V] int64."""
+    stored = load_file(str(path))
+    vocabulary = stored.pop("draft_vocabulary", torch.zeros(0)).long()
+    scales = {name: stored.pop(name) for name in sorted(stored) if name.endswith(".scale")}
+    for name, scale in scales.items():
+        whole = name.removesuffix(".scale")
+        stored[whole] = stored[whole].float() * scale[:, None]
+    return {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}, vocabulary
 
 
 def assemble_drafter(target_folder: Path, layers_file: Path, out_folder: Path) -> None:
     """Write a complete transformers folder from stored layers and the target's embeddings, config and tokenizer.
 
-    out_folder/: config.json, model.safetensors (bf16), generation_config.json, tokenizer files. An existing folder is
-    replaced. Raises UserError if the layers do not fit the target.
+    out_folder/: config.json, model.safetensors (bf16), draft_vocabulary.json, generation_config.json, tokenizer files.
+    An existing folder is replaced. Raises UserError if the layers do not fit the target.
     """
-    layers = load_file(str(layers_file))
+    layers, vocabulary = load_layers(layers_file)
     target_file = target_folder / "model.safetensors"
     config = json.loads((target_folder / "config.json").read_text())
     numbers = {int(name.split(".")[2]) for name in layers if name.startswith("model.layers.")}
@@ -144,6 +172,7 @@ def assemble_drafter(target_folder: Path, layers_file: Path, out_folder: Path) -
     stored = {name: tensor.to(torch.bfloat16) for name, tensor in model.items()}
     with replacing_folder(out_folder) as temporary:
         save_file(stored, str(temporary / "model.safetensors"), metadata={"format": "pt"})
+        (temporary / DRAFT_VOCABULARY).write_text(json.dumps(vocabulary.tolist()))
         (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         for source in sorted(target_folder.iterdir()):
             if source.is_file() and source.suffix != ".safetensors" and source.name != "config.json":

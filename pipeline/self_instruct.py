@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, apply_rotary_pos_emb
 
 from pipeline.files import replacing
+from treegraft.linear import PackedLinear, can_pack
 
 OPENINGS: dict[str, tuple[str, ...]] = {
     "chat": (
@@ -164,6 +165,16 @@ def chat_tokens(tokenizer: Any) -> ChatTokens:
     )
 
 
+def fast_linear(parts: Sequence[torch.nn.Linear]) -> torch.nn.Module:
+    """One layer that computes the outputs of several bias-free ones on the same input, side by side."""
+    weight = torch.cat([part.weight for part in parts]).detach()
+    if can_pack(weight):
+        return PackedLinear(weight)
+    fused = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    fused.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return fused
+
+
 class BatchDecoder:
     """A Llama that decodes many rows in step, with fused projections and a preallocated key-value cache in fp32."""
 
@@ -176,13 +187,12 @@ class BatchDecoder:
         # keys lie transposed, [layer][rows, kv_heads, head_dim, row_tokens], so that scores are one plain product
         self.keys = [torch.zeros(rows, self.kv_heads, self.head_dim, row_tokens) for _ in model.model.layers]
         self.values = [torch.zeros(rows, self.kv_heads, row_tokens, self.head_dim) for _ in model.model.layers]
-        self.qkv = [
-            torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
-            for a in (layer.self_attn for layer in model.model.layers)
-        ]
-        self.gate_up = [
-            torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in model.model.layers
-        ]
+        layers = [(layer.self_attn, layer.mlp) for layer in model.model.layers]
+        self.qkv = [fast_linear([a.q_proj, a.k_proj, a.v_proj]) for a, _ in layers]
+        self.out = [fast_linear([a.o_proj]) for a, _ in layers]
+        self.gate_up = [fast_linear([m.gate_proj, m.up_proj]) for _, m in layers]
+        self.down = [fast_linear([m.down_proj]) for _, m in layers]
+        self.head = fast_linear([model.lm_head])
         self.cos, self.sin = model.model.rotary_emb(torch.zeros(1), torch.arange(row_tokens)[None])
 
     def step(self, tokens: Tensor, position: int, keep: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -197,7 +207,7 @@ class BatchDecoder:
         kept: list[Tensor] = []
         query_size = self.heads * self.head_dim
         for index, layer in enumerate(self.model.model.layers):
-            fused = torch.nn.functional.linear(layer.input_layernorm(hidden), self.qkv[index])
+            fused = self.qkv[index](layer.input_layernorm(hidden))
             fused = fused.view(rows, -1, self.head_dim)
             turned, _ = apply_rotary_pos_emb(fused[:, : self.heads + self.kv_heads], fused[:, :1], cos, sin)
             query = turned[:, : self.heads].reshape(rows, self.kv_heads, -1, self.head_dim)
@@ -205,11 +215,9 @@ class BatchDecoder:
             self.values[index][:, :, position] = fused[:, self.heads + self.kv_heads :]
             scores = torch.matmul(query, self.keys[index][..., : position + 1]) * self.head_dim**-0.5
             mixed = torch.matmul(scores.softmax(-1), self.values[index][:, :, : position + 1])
-            hidden = hidden + layer.self_attn.o_proj(mixed.reshape(rows, query_size))
-            gate, up = torch.nn.functional.linear(layer.post_attention_layernorm(hidden), self.gate_up[index]).chunk(
-                2, dim=-1
-            )
-            hidden = hidden + layer.mlp.down_proj(torch.nn.functional.silu(gate) * up)
+            hidden = hidden + self.out[index](mixed.reshape(rows, query_size))
+            gate, up = self.gate_up[index](layer.post_attention_layernorm(hidden)).chunk(2, dim=-1)
+            hidden = hidden + self.down[index](torch.nn.functional.silu(gate) * up)
             if index + 1 in keep:
                 kept.append(hidden)
         return torch.stack(kept), self.model.model.norm(hidden)
@@ -247,27 +255,37 @@ def _advance(row: ChatRow, greedy: int, sampled: int, chat: ChatTokens, recipe: 
 
 def _first_rows(
     prompts: Sequence[str],
-    rows: int,
+    whole: bool,
     tokenizer: Any,
     chat: ChatTokens,
     recipe: TeacherRecipe,
     generator: torch.Generator,
 ) -> list[ChatRow]:
-    """Rows that copy the given prompts; without prompts, `rows` rows that begin with random openings."""
-    if prompts:
-        return [
-            ChatRow(
-                tokenizer(prompt, add_special_tokens=False).input_ids + chat.after_user, 0, recipe.answer_tokens, True
-            )
-            for prompt in prompts
-        ]
+    """One row for each prompt if `whole`; else `batch_rows` rows that begin with random openings.
+
+    Every other opening is the beginning of a random prompt, cut at a random token, so that the target writes further
+    questions of the kind that will be asked.
+    """
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    def draw(bound: int) -> int:
+        return int(torch.randint(bound, (), generator=generator))
+
+    if whole:
+        return [ChatRow(ids(prompt) + chat.after_user, 0, recipe.answer_tokens, True) for prompt in prompts]
     kinds = list(OPENINGS)
     made = []
-    for _ in range(rows):
-        kind = kinds[int(torch.randint(len(kinds), (), generator=generator))]
-        opening = OPENINGS[kind][int(torch.randint(len(OPENINGS[kind]), (), generator=generator))]
+    for row in range(recipe.batch_rows):
+        if prompts and row % 2:
+            prompt = ids(prompts[draw(len(prompts))])
+            opening = prompt[: 1 + draw(min(len(prompt), recipe.user_tokens))]
+            made.append(ChatRow(opening, recipe.user_tokens))
+            continue
+        kind = kinds[draw(len(kinds))]
         limit = recipe.article_tokens if kind == "summary" else recipe.user_tokens
-        made.append(ChatRow(list(tokenizer(opening, add_special_tokens=False).input_ids), limit))
+        made.append(ChatRow(ids(OPENINGS[kind][draw(len(OPENINGS[kind]))]), limit))
     return made
 
 
@@ -284,18 +302,25 @@ def _read_shared_start(decoder: BatchDecoder, start: list[int], keep: Sequence[i
 
 @torch.inference_mode()
 def write_shard(
-    model: LlamaForCausalLM, tokenizer: Any, prompts: Sequence[str], shard: int, recipe: TeacherRecipe, path: Path
+    model: LlamaForCausalLM,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    whole: bool,
+    shard: int,
+    recipe: TeacherRecipe,
+    path: Path,
 ) -> None:
     """Decode one batch of chats and write it to `path`, whole or not at all.
 
-    `prompts` are the first user turns of the rows; without any, `recipe.batch_rows` rows begin with random openings.
+    `prompts` are the first user turns of the rows if `whole`; else `recipe.batch_rows` rows begin with random openings,
+    half of them taken from `prompts`.
     Tensors written: tokens [rows, row_tokens] int32; kinds [rows, row_tokens] uint8 (0 copied, 1 sampled user turn,
     2 greedy answer); hidden [states, rows, row_tokens, hidden] bf16; top [rows, row_tokens, 8] int32, the target's
     likeliest next tokens, best first (zeros where the next token is copied).
     """
     chat = chat_tokens(tokenizer)
     generator = torch.Generator().manual_seed(recipe.seed * 100_003 + shard)
-    machines = _first_rows(prompts, recipe.batch_rows, tokenizer, chat, recipe, generator)
+    machines = _first_rows(prompts, whole, tokenizer, chat, recipe, generator)
     rows, length = len(machines), recipe.row_tokens
     decoder = BatchDecoder(model, rows, length)
     tokens = torch.zeros(rows, length, dtype=torch.int32)
@@ -318,7 +343,7 @@ def write_shard(
         decided = [i for i, row in enumerate(machines) if not row.forced]
         if not decided:  # every next token is copied: the vocabulary is not needed
             continue
-        logits = model.lm_head(final[decided])
+        logits = decoder.head(final[decided])
         best = logits.topk(min(8, logits.shape[-1])).indices
         top[decided, position, : best.shape[1]] = best.to(torch.int32)
         draws = sample_top_p(logits, recipe.temperature, recipe.top_p, generator)

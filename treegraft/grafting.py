@@ -16,7 +16,7 @@ class NodeScores(Protocol):
     """What one drafter computed at the nodes it has processed, addressed by row."""
 
     def edges(self, rows: IntArray, tokens: IntArray) -> FloatArray:
-        """Log-probability of tokens[i] after row rows[i]: float64 [n]."""
+        """Log-probability of tokens[i] after row rows[i], NaN for a token that the drafter cannot say: float64 [n]."""
         ...
 
     def top(self, rows: IntArray, count: int) -> tuple[IntArray, FloatArray]:
@@ -69,7 +69,9 @@ def graft(
     below = np.flatnonzero(processed[tree.parent[:n]])
     below = below[below > 0]
     if len(below):
-        tree.rescore(below, scores.edges(rows[tree.parent[below]], tree.token[below]), drafter)
+        edges = scores.edges(rows[tree.parent[below]], tree.token[below])
+        known = ~np.isnan(edges)
+        tree.rescore(below[known], edges[known], drafter)
     frontier = reselect(tree, drafter, settings, layer, max_depth, processed)
     if len(frontier) == 0:
         return

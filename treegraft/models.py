@@ -24,8 +24,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from treegraft.draft_vocabulary import read_draft_vocabulary, restrict_head
 from treegraft.errors import UserError
+from treegraft.linear import pack_linears
 from treegraft.sources import digest_of, locate, one_line, quiet_transformers
+from treegraft.tree import IntArray
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -87,6 +90,8 @@ class LanguageModel:
             never drafted.
         context_limit: most tokens (prompt and answer) that the model processes exactly.
         eos_token_ids: every id that ends an answer, ascending.
+        draft_tokens: int64 [n], the tokens that the columns of its logits stand for, where its folder keeps only
+            some of the head (see draft_vocabulary.py); None: column i is token i.
         folder: where it was loaded from.
         digest: sha256 over names and contents of the files it was loaded from.
     """
@@ -97,6 +102,7 @@ class LanguageModel:
     vocab_size: int
     context_limit: int
     eos_token_ids: tuple[int, ...]
+    draft_tokens: IntArray | None
     folder: Path
     digest: str
 
@@ -236,6 +242,10 @@ def load_model(
             f"first {lacking[0]}; the folder mixes two models or its download was cut off"
         )
     module = module.eval().requires_grad_(False)
+    draft_tokens = read_draft_vocabulary(source, name, int(config.vocab_size))
+    if draft_tokens is not None:
+        restrict_head(module, draft_tokens)
+    pack_linears(module)
     return LanguageModel(
         name=name,
         module=module,
@@ -244,6 +254,7 @@ def load_model(
         vocab_size=min(max(tokenizer.get_vocab().values()) + 1, config.vocab_size),
         context_limit=context_limit(config, name),
         eos_token_ids=eos_token_ids(config, module.generation_config, tokenizer),
+        draft_tokens=draft_tokens,
         folder=folder,
         digest=digest_of(folder),
     )

@@ -9,17 +9,17 @@ import json
 
 from transformers import PreTrainedTokenizerBase
 
+from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.errors import UserError
 from treegraft.models import LanguageModel
 
 
-def check_vocabularies(target: LanguageModel, drafter: LanguageModel) -> int:
-    """The number of token ids that both models know: ids below it may be drafted.
+def check_vocabularies(target: LanguageModel, drafter: LanguageModel) -> DraftVocabulary:
+    """The tokens that the drafter may propose: those that both models know and its head has a row for.
 
     Raises:
         UserError: an id stands for two strings (the message shows the first), or the target can emit ids that the
-        drafter has no
-            row for, so that it could not go on after them.
+        drafter has no embedding for, so that it could not go on after them.
     """
     pair = f"target '{target.name}' and drafter '{drafter.name}'"
     shared = min(target.vocab_size, drafter.vocab_size)
@@ -40,7 +40,10 @@ def check_vocabularies(target: LanguageModel, drafter: LanguageModel) -> int:
             f"{pair} do not share a vocabulary: the target has {target.vocab_size} tokens and the drafter only {rows} "
             f"(the first that it lacks is {target_tokens.get(rows)!r}); choose a drafter of the target's family"
         )
-    return shared
+    if drafter.draft_tokens is None:
+        return DraftVocabulary(shared)
+    known = drafter.draft_tokens[drafter.draft_tokens < shared]
+    return DraftVocabulary(len(known), known)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from pipeline import distill_drafter
 from pipeline.distill_drafter import DrafterRecipe, assemble_drafter, train_drafter
-from pipeline.pruned_student import make_student, save_layers
+from pipeline.pruned_student import is_stored, make_student, save_layers
 from pipeline.self_instruct import BatchDecoder, TeacherRecipe, chat_tokens, write_shard
 from treegraft.errors import UserError
+from treegraft.models import load_model
+from treegraft.vocabulary import check_vocabularies
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}<e>\n{% endfor %}"
@@ -22,18 +24,17 @@ TEMPLATE = (
 )
 PROMPTS = ["What is a tree", "Add two and three", "Name a river"]
 TINY = DrafterRecipe(
-    layers=(0, 3),
+    layers=(0, 1, 3),
+    matched=(1, 2),
     teacher=TeacherRecipe(row_tokens=96, batch_rows=4, answer_tokens=24, user_tokens=12, hidden_after=(2, 4)),
     self_shards=2,
-    given_row_tokens=96,
+    given_row_tokens=160,
     fit_rows=4,
     match_steps=8,
     learning_rate=3e-3,
     warmup_steps=2,
-    hold_steps=6,
-    falls=((10, 3e-3), (4, 2e-3)),
-    vocabulary=40,
-    random_tokens=8,
+    total_steps=20,
+    vocabulary=200,
     checkpoint_steps=5,
 )
 
@@ -75,18 +76,25 @@ def load(folder: Path) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_student_with_all_layers_survives_the_round_trip_exactly(target_folder: Path, tmp_path: Path) -> None:
+def test_student_with_all_layers_survives_the_round_trip(target_folder: Path, tmp_path: Path) -> None:
+    """Each stored weight is within half a step of its row's scale, and the folder is the target but for that."""
     target = load(target_folder)
-    save_layers(make_student(target, range(4)), tmp_path / "layers.safetensors")
+    save_layers(make_student(target, range(4)), torch.arange(7, 150), tmp_path / "layers.safetensors")
     assemble_drafter(target_folder, tmp_path / "layers.safetensors", tmp_path / "drafter")
+    drafter = load(tmp_path / "drafter")
+    for (name, ours), theirs in zip(drafter.named_parameters(), target.parameters(), strict=True):
+        step = theirs.abs().amax(-1, keepdim=True) / 127 if is_stored(name) and theirs.ndim == 2 else 0
+        assert ((ours - theirs).abs() <= step / 2 + theirs.abs() / 256).all(), name
+    model = load_model(tmp_path / "drafter", "drafter", torch.device("cpu"), torch.float32)
     tokens = torch.randint(2, 200, (2, 17), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        assert torch.equal(load(tmp_path / "drafter")(tokens).logits, target(tokens).logits)
+        torch.testing.assert_close(model.module(tokens).logits, drafter(tokens).logits[..., 7:150])
+    assert check_vocabularies(load_model(target_folder, "t", torch.device("cpu"), torch.float32), model).size == 143
     assert AutoTokenizer.from_pretrained(tmp_path / "drafter").chat_template == TEMPLATE
 
 
 def test_assembled_folder_has_the_pruned_depth(target_folder: Path, tmp_path: Path) -> None:
-    save_layers(make_student(load(target_folder), (0, 3)), tmp_path / "layers.safetensors")
+    save_layers(make_student(load(target_folder), (0, 3)), torch.arange(9), tmp_path / "layers.safetensors")
     assemble_drafter(target_folder, tmp_path / "layers.safetensors", tmp_path / "drafter")
     assert json.loads((tmp_path / "drafter" / "config.json").read_text())["num_hidden_layers"] == 2
     assert load(tmp_path / "drafter").config.num_hidden_layers == 2
@@ -96,13 +104,13 @@ def test_assembled_folder_has_the_pruned_depth(target_folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("fault", ["shape", "missing", "extra"])
 def test_layers_of_another_shape_are_refused(target_folder: Path, tmp_path: Path, fault: str) -> None:
     path = tmp_path / "layers.safetensors"
-    save_layers(make_student(load(target_folder), (0, 3)), path)
+    save_layers(make_student(load(target_folder), (0, 3)), torch.arange(9), path)
     layers = load_file(str(path))
     name = "model.layers.1.mlp.up_proj.weight"
     if fault == "shape":
-        layers[name] = torch.zeros(32, 25, dtype=torch.bfloat16)
+        layers[name] = torch.zeros(32, 25, dtype=torch.int8)
     elif fault == "missing":
-        del layers[name]
+        del layers[name], layers[f"{name}.scale"]
     else:
         name = "lm_head.weight"
         layers[name] = torch.zeros(2, 2, dtype=torch.bfloat16)
@@ -127,7 +135,7 @@ def test_lockstep_decoder_equals_the_model(target_folder: Path) -> None:
 
 def test_answers_in_a_shard_are_the_targets_greedy_tokens(target_folder: Path, tmp_path: Path) -> None:
     model, tokenizer = load(target_folder), AutoTokenizer.from_pretrained(target_folder)
-    write_shard(model, tokenizer, PROMPTS, 0, TINY.teacher, tmp_path / "shard.safetensors")
+    write_shard(model, tokenizer, PROMPTS, True, 0, TINY.teacher, tmp_path / "shard.safetensors")
     shard = load_file(str(tmp_path / "shard.safetensors"))
     with torch.inference_mode():
         greedy = model(shard["tokens"].long()).logits.argmax(-1)
@@ -150,7 +158,7 @@ def test_template_pieces_join_to_the_template(target_folder: Path) -> None:
 
 
 def test_training_raises_agreement_and_lowers_the_loss(target_folder: Path, tmp_path: Path) -> None:
-    recipe = replace(TINY, learning_rate=1e-2, match_steps=20, hold_steps=40, falls=((80, 1e-2),), checkpoint_steps=20)
+    recipe = replace(TINY, learning_rate=1e-2, match_steps=20, total_steps=120, checkpoint_steps=20)
     # a random target has nothing general to learn: whether training moves the student shows on what it was taught
     taught = [("question", prompt) for prompt in PROMPTS]
     result = train_drafter(
@@ -163,10 +171,14 @@ def test_training_raises_agreement_and_lowers_the_loss(target_folder: Path, tmp_
 
 def test_closed_form_fit_lowers_the_distance(target_folder: Path, tmp_path: Path) -> None:
     model, tokenizer = load(target_folder), AutoTokenizer.from_pretrained(target_folder)
-    write_shard(model, tokenizer, [], 0, TINY.teacher, tmp_path / "shard.safetensors")
+    write_shard(model, tokenizer, PROMPTS, False, 0, TINY.teacher, tmp_path / "shard.safetensors")
     store = distill_drafter.ChatStore([tmp_path / "shard.safetensors"])
-    copied = distill_drafter.fit_down_projections(make_student(model, (0, 3)), store, 4, 1e9, silent)
-    fitted = distill_drafter.fit_down_projections(make_student(model, (0, 3)), store, 4, 1e-3, silent)
+    copied, fitted = (
+        distill_drafter.fit_down_projections(
+            make_student(model, TINY.layers), store, replace(TINY, fit_ridge=ridge), silent
+        )
+        for ridge in (1e9, 1e-3)
+    )
     assert fitted[-1] < copied[-1]
 
 
@@ -180,7 +192,7 @@ def test_resume_after_a_kill_gives_the_same_bytes(
             stops.remove((stage, done))
             raise KeyboardInterrupt
 
-    stops = [("teach", 1), ("fit", 2), ("train", 13)]
+    stops = [("teach", 1), ("fit", 3), ("train", 13)]
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             train_drafter(target_folder, PROMPTS, TINY, tmp_path / "b", tmp_path / "b.safetensors", killed)
@@ -190,12 +202,10 @@ def test_resume_after_a_kill_gives_the_same_bytes(
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_learning_rate_rises_holds_and_falls_to_zero() -> None:
+def test_learning_rate_rises_and_falls_to_zero() -> None:
     rates = [distill_drafter.learning_rate(TINY, step) for step in range(TINY.total_steps + 1)]
-    assert len(rates) == 21
-    assert rates[:6] == pytest.approx([1.5e-3, *[3e-3] * 5])
-    assert rates[6] == pytest.approx(3e-3)
-    assert rates[15:18] == pytest.approx([3e-4, 2e-3, 1.5e-3])
+    assert rates[:3] == pytest.approx([1.5e-3, 3e-3, 3e-3])
+    assert rates[11] == pytest.approx(1.5e-3)
     assert rates[20] == 0
 
 
@@ -208,5 +218,5 @@ def test_work_folder_of_another_recipe_is_refused(target_folder: Path, tmp_path:
 
 
 def test_recipe_that_does_not_end_at_the_last_layer_is_refused(target_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="layer 4"):
+    with pytest.raises(UserError, match=r"last layer \(4\)"):
         train_drafter(target_folder, PROMPTS, DrafterRecipe(), tmp_path / "work", tmp_path / "out", silent)

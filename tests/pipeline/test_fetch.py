@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from pipeline import draft, fetch
@@ -40,7 +41,7 @@ def with_layers(tmp_path: Path) -> PairConfig:
     from pipeline.pruned_student import make_student, save_layers
 
     target = save_tiny(tmp_path / "a", layers=3)
-    save_layers(make_student(tiny_llama(layers=3), [0, 2]), Path("layers.safetensors"))
+    save_layers(make_student(tiny_llama(layers=3), [0, 2]), torch.arange(40), Path("layers.safetensors"))
     return pair(target, {"name": "small", "kind": "lm", "distilled": "layers.safetensors"})
 
 
@@ -113,7 +114,7 @@ def test_draft_assembles_again_what_has_changed(tmp_path: Path, damage: str) -> 
     elif damage == "folder":
         weights.parent.rename(tmp_path / "gone")
     else:
-        save_layers(make_student(tiny_llama(layers=3), [0, 1]), Path("layers.safetensors"))
+        save_layers(make_student(tiny_llama(layers=3), [0, 1]), torch.arange(40), Path("layers.safetensors"))
     draft.run(config)
     assert (manifest("draft")["models"]["small"] == before) == (damage != "layers")
     assert weights.read_bytes()[:1] != b"x"

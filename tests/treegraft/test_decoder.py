@@ -14,6 +14,7 @@ from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.features import SchedulingState
 from treegraft.scheduling.policy import FixedSchedule, Scheduler, always, never
 from treegraft.settings import DraftSettings, NgramSettings
+from treegraft.vocabulary import check_vocabularies
 
 VOCAB = 24
 SETTINGS = DraftSettings(
@@ -21,6 +22,7 @@ SETTINGS = DraftSettings(
 )
 TARGET = tiny_language_model(vocab_size=VOCAB, seed=1, name="target")
 NEAR = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, name="near")
+HALF = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, name="half", draft_tokens=np.arange(0, VOCAB, 2))
 OTHER = tiny_language_model(vocab_size=VOCAB, seed=2, name="other")
 CHEAP = LatencyCurve([1, 64], [1], [[0.1], [0.1001]])
 FREE = cost_model(LatencyCurve([1, 64], [1], [[1.0], [1.0001]]), (None, CHEAP))
@@ -56,10 +58,12 @@ def plain(
 
 
 def drafters(kinds: str) -> list[Drafter]:
-    """n: n-grams, a: a model like the target, o: another model, t: the target itself."""
-    models = {"a": NEAR, "o": OTHER, "t": TARGET}
+    """n: n-grams, a: a model like the target, r: that model with half a head, o: another, t: the target itself."""
+    models = {"a": NEAR, "r": HALF, "o": OTHER, "t": TARGET}
     return [
-        NgramDrafter(i, SETTINGS.ngram) if kind == "n" else LanguageModelDrafter(i, models[kind], VOCAB)
+        NgramDrafter(i, SETTINGS.ngram)
+        if kind == "n"
+        else LanguageModelDrafter(i, models[kind], check_vocabularies(TARGET, models[kind]))
         for i, kind in enumerate(kinds)
     ]
 
@@ -72,7 +76,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 
 @pytest.mark.parametrize("sampling", [SamplingSettings(), SamplingSettings(temperature=0.8, top_p=0.95, seed=5)])
-@pytest.mark.parametrize("kinds", ["n", "a", "no", "na", "nao", "aon"])
+@pytest.mark.parametrize("kinds", ["n", "a", "no", "na", "nao", "aon", "nr", "nra"])
 @pytest.mark.parametrize("name", ["never", "always", "first layer", "last layer", "random"])
 def test_output_equals_plain_decoding(kinds: str, name: str, sampling: SamplingSettings) -> None:
     prompt = [3, 7, 3, 7, 5]
@@ -195,7 +199,10 @@ def test_limits_and_stop_reasons_in_order() -> None:
     assert (len(ended.tokens), ended.finish) == (first, "eos")
     short = tiny_language_model(vocab_size=VOCAB, seed=1, max_position_embeddings=16, name="target")
     near = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, max_position_embeddings=10, name="near")
-    members: list[Drafter] = [NgramDrafter(0, SETTINGS.ngram), LanguageModelDrafter(1, near, VOCAB)]
+    members: list[Drafter] = [
+        NgramDrafter(0, SETTINGS.ngram),
+        LanguageModelDrafter(1, near, check_vocabularies(short, near)),
+    ]
     end = Decoder(short, members, always(3), SETTINGS, ignore_eos=True).generate([5, 6], 100)
     assert (end.tokens, end.finish) == (plain(TARGET, [5, 6], 14, eos=False), "context")
     with pytest.raises(UserError, match="16 tokens, but target holds 16"):

@@ -20,6 +20,7 @@ from treegraft.errors import UserError
 from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.policy import FixedSchedule
 from treegraft.settings import DraftSettings
+from treegraft.vocabulary import check_vocabularies
 
 VOCAB, LENGTH, PROMPT = 4, 3, [2, 3, 2]
 SAMPLES = 1200
@@ -47,7 +48,10 @@ def test_the_law_of_the_output_is_the_targets() -> None:
     target = tiny_language_model(vocab_size=VOCAB, hidden=16, seed=3, name="target")
     drafter = tiny_language_model(vocab_size=VOCAB, hidden=16, seed=3, layers=1, name="drafter")
     settings = DraftSettings(depth=2, width=2, look_back=2, verified_sizes=(6,))
-    members: list[Drafter] = [NgramDrafter(0, settings.ngram), LanguageModelDrafter(1, drafter, VOCAB)]
+    members: list[Drafter] = [
+        NgramDrafter(0, settings.ngram),
+        LanguageModelDrafter(1, drafter, check_vocabularies(target, drafter)),
+    ]
     decoder = Decoder(target, members, FixedSchedule((1, 0)), settings, ignore_eos=True)
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = 0

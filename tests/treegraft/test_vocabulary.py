@@ -5,6 +5,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.treegraft.tiny import tiny_language_model, tiny_tokenizer
+from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.errors import UserError
 from treegraft.models import LanguageModel
 from treegraft.vocabulary import check_vocabularies, tokenizer_hash
@@ -31,19 +32,19 @@ def renamed_tokenizer(tokens: int, renamed: dict[str, str]) -> PreTrainedTokeniz
 
 
 def test_equal_vocabularies_share_all_tokens() -> None:
-    assert check_vocabularies(model("big"), model("small")) == 64
+    assert check_vocabularies(model("big"), model("small")) == DraftVocabulary(64)
 
 
 def test_padding_of_the_embeddings_does_not_matter() -> None:
-    assert check_vocabularies(model("big", rows=96), model("small", rows=72)) == 64
+    assert check_vocabularies(model("big", rows=96), model("small", rows=72)) == DraftVocabulary(64)
 
 
 def test_a_drafter_with_more_tokens_is_held_to_the_targets() -> None:
-    assert check_vocabularies(model("big", 60), model("small", 64)) == 60
+    assert check_vocabularies(model("big", 60), model("small", 64)) == DraftVocabulary(60)
 
 
 def test_a_drafter_with_fewer_strings_but_enough_rows_may_draft_those_it_knows() -> None:
-    assert check_vocabularies(model("big", 64), model("small", 60, rows=64)) == 60
+    assert check_vocabularies(model("big", 64), model("small", 60, rows=64)) == DraftVocabulary(60)
 
 
 def test_a_drafter_that_cannot_read_the_targets_tokens_is_refused() -> None:

@@ -14,7 +14,9 @@ from tokenizers.models import WordLevel
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from treegraft.costs import CostModel, LatencyCurve
+from treegraft.draft_vocabulary import restrict_head
 from treegraft.models import LanguageModel
+from treegraft.tree import IntArray
 
 BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
@@ -88,9 +90,12 @@ def tiny_language_model(
     max_position_embeddings: int = 512,
     dtype: torch.dtype = torch.float32,
     name: str = "tiny",
+    draft_tokens: IntArray | None = None,
 ) -> LanguageModel:
     """`tiny_llama` and `tiny_tokenizer` as the LanguageModel that the library works on; nothing is written to disk."""
     module = tiny_llama(vocab_size, layers, hidden, heads, seed, max_position_embeddings, dtype)
+    if draft_tokens is not None:
+        restrict_head(module, draft_tokens)
     return LanguageModel(
         name=name,
         module=module,
@@ -98,6 +103,7 @@ def tiny_language_model(
         vocab_size=vocab_size,
         context_limit=max_position_embeddings,
         eos_token_ids=(1,),
+        draft_tokens=draft_tokens,
         folder=Path(name),
         digest=f"tiny-{vocab_size}-{layers}-{hidden}-{heads}-{seed}-{max_position_embeddings}",
     )

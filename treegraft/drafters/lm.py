@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from treegraft.draft_vocabulary import UNKNOWN, DraftVocabulary
 from treegraft.grafting import graft, plan_call
 from treegraft.models import LanguageModel
 from treegraft.runner import PREFILL_CHUNK, ModelRunner
@@ -18,14 +19,14 @@ class RowStore:
     Rows stay on the model's device; only top tokens and asked-for edges travel to the host.
 
     Args:
-        vocabulary: rows are cut to the tokens that target and drafter share.
+        vocabulary: the tokens that target and drafter share; other columns are cut off.
         width: how many likeliest tokens are kept ready.
         temperature: divides the logits, so that probabilities are calibrated to the target's choices.
     """
 
-    def __init__(self, vocabulary: int, width: int, temperature: float) -> None:
+    def __init__(self, vocabulary: DraftVocabulary, width: int, temperature: float) -> None:
         self.vocabulary = vocabulary
-        self.width = min(width, vocabulary)
+        self.width = min(width, vocabulary.size)
         self.temperature = temperature
         self.clear()
 
@@ -41,28 +42,29 @@ class RowStore:
     def append(self, logits: torch.Tensor) -> IntArray:
         """Add rows; logits: [n, >= vocabulary]. Returns the row numbers, int64 [n]."""
         # A masked token's -inf would make NaN of 0 x -inf in path sums.
-        scaled = logits[:, : self.vocabulary].float().clamp_min(-LOWEST_LOGIT)
+        scaled = logits[:, : self.vocabulary.size].float().clamp_min(-LOWEST_LOGIT)
         if self.temperature != 1.0:
             scaled = scaled / self.temperature
         log_total = torch.logsumexp(scaled, dim=-1, keepdim=True)
-        values, tokens = torch.topk(scaled, self.width, dim=-1)
+        values, columns = torch.topk(scaled, self.width, dim=-1)
         self._logits.append(scaled)
         self._log_total.append(log_total)
         self._starts.append(self.count)
         start, self.count = self.count, self.count + len(scaled)
-        self._tokens = np.concatenate([self._tokens, tokens.cpu().numpy()])
+        self._tokens = np.concatenate([self._tokens, self.vocabulary.of_columns(columns.cpu().numpy())])
         self._values = np.concatenate([self._values, (values - log_total).double().cpu().numpy()])
         return np.arange(start, self.count)
 
     def edges(self, rows: IntArray, tokens: IntArray) -> FloatArray:
-        out = np.empty(len(rows), np.float64)
+        columns = self.vocabulary.columns_of(tokens)
+        out = np.full(len(rows), np.nan)
         chunk_of = np.searchsorted(self._starts, rows, side="right") - 1
         for chunk in np.unique(chunk_of).tolist():
-            here = np.flatnonzero(chunk_of == chunk)
+            here = np.flatnonzero((chunk_of == chunk) & (columns != UNKNOWN))
             logits, log_total = self._logits[chunk], self._log_total[chunk]
             row = torch.from_numpy(rows[here] - self._starts[chunk]).to(logits.device)
-            token = torch.from_numpy(tokens[here]).to(logits.device)
-            out[here] = (logits[row, token] - log_total[row, 0]).double().cpu().numpy()
+            column = torch.from_numpy(columns[here]).to(logits.device)
+            out[here] = (logits[row, column] - log_total[row, 0]).double().cpu().numpy()
         return out
 
     def top(self, rows: IntArray, count: int) -> tuple[IntArray, FloatArray]:
@@ -76,7 +78,7 @@ class LanguageModelDrafter:
     called for some steps catches up on the tokens it lacks inside the first forward of its next call.
     """
 
-    def __init__(self, index: int, model: LanguageModel, vocabulary: int, temperature: float = 1.0) -> None:
+    def __init__(self, index: int, model: LanguageModel, vocabulary: DraftVocabulary, temperature: float = 1.0) -> None:
         self.name = model.name
         self.index = index
         self.model = model

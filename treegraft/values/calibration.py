@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from treegraft.draft_vocabulary import UNKNOWN
 from treegraft.drafters.ngram import NgramIndex, prior_table
 from treegraft.errors import UserError
 from treegraft.settings import NgramSettings
@@ -79,9 +80,13 @@ class TemperatureFit:
 
     @torch.inference_mode()
     def add(self, logits: torch.Tensor, chosen: IntArray) -> None:
-        """logits: [n, vocabulary] of the drafter; chosen: int64 [n], the target's token after each position."""
-        target = torch.from_numpy(chosen).to(logits.device)[:, None]
-        logits = logits.float()
+        """logits: [n, columns] of the drafter; chosen: int64 [n], the column of the target's token after each position.
+
+        Positions whose token the drafter cannot say (UNKNOWN) are left out.
+        """
+        known = torch.from_numpy(chosen != UNKNOWN).to(logits.device)
+        target = torch.from_numpy(chosen).to(logits.device)[known, None]
+        logits = logits[known].float()
         for i, temperature in enumerate(TEMPERATURES):
             scaled = logits / float(temperature)
             picked = scaled.gather(1, target)[:, 0]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters.lm import RowStore
 from treegraft.drafters.ngram import NgramIndex, expand
 from treegraft.grafting import accepted_mass, graft, plan_call, verification_order
@@ -74,7 +75,9 @@ class PathTrie:
 class TrieDrafter:
     """One drafter model over the tries of one prompt: the text's KV once, then each path once."""
 
-    def __init__(self, model: LanguageModel, vocabulary: int, width: int, temperature: float, chunk: int) -> None:
+    def __init__(
+        self, model: LanguageModel, vocabulary: DraftVocabulary, width: int, temperature: float, chunk: int
+    ) -> None:
         self.model = model
         self.chunk = chunk
         self.runner = ModelRunner(model)
@@ -139,7 +142,7 @@ class Lattice:
 
     Args:
         drafters: in order of cost; None stands for the n-gram drafter.
-        vocabulary: shared vocabulary size of each drafter, [m] (ignored for n-grams).
+        vocabulary: what each drafter can propose, [m] (ignored for n-grams).
         temperatures: calibration of each drafter, [m] (ignored for n-grams).
         ngram_table: calibration of the n-gram drafter, [max_match, branches].
         tokens_per_forward: drafter tokens packed into one forward at most; bounds memory.
@@ -149,7 +152,7 @@ class Lattice:
         self,
         settings: DraftSettings,
         drafters: Sequence[LanguageModel | None],
-        vocabulary: Sequence[int],
+        vocabulary: Sequence[DraftVocabulary],
         temperatures: Sequence[float],
         ngram_table: NDArray[np.float64],
         tokens_per_forward: int = 512,

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.treegraft.test_decoder import CHEAP, NEAR, OTHER, SETTINGS, TARGET, VOCAB, drafters, plain
+from tests.treegraft.test_decoder import CHEAP, HALF, NEAR, OTHER, SETTINGS, TARGET, VOCAB, drafters, plain
 from tests.treegraft.tiny import cost_model
 from treegraft.costs import LatencyCurve
 from treegraft.decoder import Decoder
+from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters import LanguageModelDrafter
 from treegraft.drafters.ngram import prior_table
 from treegraft.grafting import accepted_mass, verification_order
@@ -19,18 +20,20 @@ from treegraft.values.lattice import Lattice, Outcomes
 from treegraft.values.replay import replay_fixed
 from treegraft.values.states import offset, prefixes, schedules, state_index
 from treegraft.values.tables import build_tables
+from treegraft.vocabulary import check_vocabularies
 
 PROMPT = [3, 7, 3, 7, 5, 3, 7]
 COUNT = 14
 COSTS = RequestCosts(len(PROMPT), 1.0, (0.5, 0.7))
-MODELS: dict[str, LanguageModel | None] = {"n": None, "a": NEAR, "o": OTHER}
+MODELS: dict[str, LanguageModel | None] = {"n": None, "a": NEAR, "r": HALF, "o": OTHER}
 
 
 def lattice_outcomes(kinds: str, text: np.ndarray, chunk: int, dtype: torch.dtype = torch.float32) -> Outcomes:
     m = len(kinds)
     costs = RequestCosts(COSTS.prompt_tokens, COSTS.target_ms, COSTS.drafter_ms[: m - 1])
     models = [MODELS[kind] for kind in kinds]
-    lattice = Lattice(SETTINGS, models, [VOCAB] * m, [1.0] * m, prior_table(SETTINGS.ngram), chunk)
+    vocabulary = [DraftVocabulary(VOCAB) if model is None else check_vocabularies(TARGET, model) for model in models]
+    lattice = Lattice(SETTINGS, models, vocabulary, [1.0] * m, prior_table(SETTINGS.ngram), chunk)
     return lattice.evaluate(text, len(PROMPT), COUNT, costs)
 
 
@@ -88,7 +91,9 @@ def naive(kinds: str, text: np.ndarray) -> Outcomes:
     return out
 
 
-@pytest.mark.parametrize(("kinds", "chunk"), [("na", 512), ("na", 5), ("no", 64), ("nao", 64), ("ao", 64), ("n", 64)])
+@pytest.mark.parametrize(
+    ("kinds", "chunk"), [("na", 512), ("na", 5), ("no", 64), ("nao", 64), ("ao", 64), ("n", 64), ("nr", 64), ("ra", 64)]
+)
 def test_trie_evaluation_equals_naive_enumeration(kinds: str, chunk: int) -> None:
     text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, eos=False))
     trie, one_by_one = lattice_outcomes(kinds, text, chunk), naive(kinds, text)
