@@ -43,6 +43,8 @@ class Turn:
     text: "np.ndarray"
     """int64 [S]: prompt and answer."""
     prompt_tokens: int
+    alternatives: "np.ndarray"
+    """int64 [S - prompt_tokens, r]: the target's likeliest tokens in place of each answer token."""
 
     @property
     def id(self) -> str:
@@ -119,26 +121,32 @@ def answer(config: "PairConfig", models: "PairModels", prompts: dict[str, list[P
             else:
                 tokens = encode_turns(models.target, prompt.turns, answers)
                 generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens)
-                stored = {"prompt": tokens.tolist(), "answer": generated.tokens, "text": generated.text}
+                stored = {
+                    "prompt": tokens.tolist(),
+                    "answer": generated.tokens,
+                    "alternatives": generated.alternatives.tolist(),
+                    "text": generated.text,
+                }
                 write_json(path, stored)
             answers.append(stored["text"])
             text = np.array(stored["prompt"] + stored["answer"], np.int64)
-            turns.append(Turn(split, prompt, number, text, len(stored["prompt"])))
+            alternatives = np.array(stored["alternatives"], np.int64).reshape(len(stored["answer"]), -1)
+            turns.append(Turn(split, prompt, number, text, len(stored["prompt"]), alternatives))
     return turns
 
 
 def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], scratch: Path) -> "Calibration":
     """Fit the scores' calibration on training answers only."""
     from treegraft.runner import ModelRunner
-    from treegraft.values.calibration import Calibration, NgramCounts, TemperatureFit
+    from treegraft.values.calibration import Calibration, NgramFit, TemperatureFit
 
     path = scratch / "calibration.json"
     if path.exists():
         return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
     training = [turn for turn in turns if turn.split == "train"]
-    counts = NgramCounts(config.decoding.settings().ngram)
+    ngrams = NgramFit(config.decoding.settings().ngram)
     for turn in training:
-        counts.add(turn.text, turn.prompt_tokens)
+        ngrams.add(turn.text, turn.prompt_tokens, turn.alternatives)
     some = training[:: max(1, len(training) // CALIBRATION_TURNS)]
     temperatures = []
     for model, vocabulary in zip(models.drafters, models.vocabulary, strict=True):
@@ -152,7 +160,7 @@ def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], scr
                     logits = runner.prefill(text[:-1], turn.prompt_tokens - 1)
                     fit.add(logits[:, : vocabulary.size], vocabulary.columns_of(text[turn.prompt_tokens :]))
         temperatures.append(fit.temperature())
-    calibration = Calibration(counts.table().round(6), tuple(temperatures))
+    calibration = Calibration(ngrams.table().round(6), tuple(temperatures))
     write_json(path, calibration.to_json())
     return calibration
 
@@ -184,7 +192,7 @@ def evaluate(
         # Outcomes do not depend on the machine's speed: stage traces puts the measured costs into the features.
         unit = RequestCosts(turn.prompt_tokens, 1.0, (1.0,) * (len(models.drafters) - 1))
         limit = min(config.label.max_new_tokens, models.target.context_limit - turn.prompt_tokens)
-        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, limit, unit)
+        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, turn.alternatives, limit, unit)
         arrays = {name: getattr(outcomes, name) for name in Outcomes.__dataclass_fields__}
         write_bytes(scratch / "outcomes" / turn.file, npz_bytes(arrays))
 

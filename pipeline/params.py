@@ -79,6 +79,7 @@ class NgramParams(Section):
 
     max_match: Positive
     branches: Positive
+    recycled: Count
     path: Positive
 
 

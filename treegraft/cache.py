@@ -76,6 +76,10 @@ class TreeCache(Cache):
         super().__init__(layers=list(self.tree_layers))
 
     @property
+    def layer_count(self) -> int:
+        return len(self.tree_layers)
+
+    @property
     def length(self) -> int:
         return self.tree_layers[0].length
 

@@ -4,15 +4,17 @@ Lossless by construction: every emitted token is the target's own choice given t
 decide how many such choices one target forward can confirm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
+import torch
 
 from treegraft.costs import CostModel
 from treegraft.drafters.base import Drafter
 from treegraft.drafters.lm import LanguageModelDrafter
+from treegraft.drafters.ngram import NgramDrafter
 from treegraft.errors import UserError
 from treegraft.grafting import accepted_mass, choose_size, verification_order
 from treegraft.metrics import DecodingMetrics
@@ -38,6 +40,23 @@ class Generation:
     text: str
     finish: Finish
     metrics: DecodingMetrics
+    alternatives: IntArray
+    """int64 [len(tokens), r]: the target's likeliest tokens in place of each, best first; r is 0 unless an n-gram
+    drafter recycles them."""
+    logits: torch.Tensor | None = None
+    """[len(tokens), vocabulary] of the target before each token, where they were asked for (``record``)."""
+    scores: torch.Tensor | None = None
+    """The same after the logits processors, as each token was chosen from them."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step emitted: tokens int64 [n], alternatives int64 [n, r], logits [n, vocabulary] if recorded."""
+
+    tokens: IntArray
+    finish: Finish | None
+    alternatives: IntArray
+    logits: torch.Tensor | None
 
 
 class Decoder:
@@ -68,6 +87,8 @@ class Decoder:
         self.tokens_per_ms = tokens_per_ms
         self.ignore_eos = ignore_eos
         self.runner = ModelRunner(target)
+        light = any(isinstance(drafter, NgramDrafter) for drafter in self.drafters)
+        self._recycled = min(settings.ngram.recycled, target.vocab_size) if light else 0
 
     def generate(
         self,
@@ -75,12 +96,38 @@ class Decoder:
         max_new_tokens: int,
         sampling: SamplingSettings = GREEDY,
         stop: tuple[str, ...] = (),
+        on_tokens: Callable[[list[int]], None] | None = None,
+        record: bool = False,
     ) -> Generation:
         """Continue ``prompt`` (token ids) until EOS, a stop string, ``max_new_tokens`` or the context's end.
+
+        Args:
+            on_tokens: called after every step with the tokens it emitted. An exception from it (or a KeyboardInterrupt
+                anywhere) ends the request and leaves the decoder ready for the next one.
+            record: keep the target's logits and processed scores of every emitted token.
 
         Raises:
             UserError: empty prompt, or one that fills the target's context.
         """
+        try:
+            return self._generate(prompt, max_new_tokens, sampling, stop, on_tokens, record)
+        except BaseException:
+            # whatever was half done in a cache must not meet the next request
+            self.runner.forget()
+            for drafter in self.drafters:
+                if isinstance(drafter, LanguageModelDrafter):
+                    drafter.runner.forget()
+            raise
+
+    def _generate(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: SamplingSettings,
+        stop: tuple[str, ...],
+        on_tokens: Callable[[list[int]], None] | None,
+        record: bool,
+    ) -> Generation:
         started = perf_counter()
         room = self.target.context_limit - len(prompt)
         if len(prompt) == 0:
@@ -95,7 +142,7 @@ class Decoder:
         limit, reason = (max_new_tokens, "length") if max_new_tokens <= room else (room, "context")
         eos = () if self.ignore_eos else self.target.eos_token_ids
         stopper = StopChecker(eos, limit, reason, stop, self.target.tokenizer)  # type: ignore[arg-type]
-        chooser = TokenChooser(sampling)
+        chooser = TokenChooser(sampling, record)
         metrics = DecodingMetrics(prompt_tokens=len(prompt), calls=[0] * len(self.drafters))
 
         text = list(prompt)
@@ -103,17 +150,30 @@ class Decoder:
         metrics.prefill_ms = (perf_counter() - started) * 1000
         costs = self._request_costs(len(prompt))
         finish: Finish | None = None
+        steps: list[_Step] = []
         while finish is None:
             max_depth = stopper.remaining - 1
             tree = self._draft(text[-1], max_depth, costs, metrics)
-            finish = self._verify_and_commit(tree, text, chooser, stopper, metrics)
+            step = self._verify_and_commit(tree, text, chooser, stopper, metrics, record)
+            steps.append(step)
+            finish = step.finish
+            if on_tokens is not None:
+                on_tokens(step.tokens.tolist())
 
         metrics.tokens = len(stopper.emitted)
         metrics.processed = {self.target.name: self.runner.tokens_processed} | {
             drafter.name: drafter.tokens_processed for drafter in self.drafters
         }
         metrics.seconds = perf_counter() - started
-        return Generation(stopper.emitted, stopper.text(), finish, metrics)
+        return Generation(
+            tokens=stopper.emitted,
+            text=stopper.text(),
+            finish=finish,
+            metrics=metrics,
+            alternatives=np.concatenate([step.alternatives for step in steps]),
+            logits=torch.cat([step.logits for step in steps if step.logits is not None]) if record else None,
+            scores=torch.stack(chooser.scores) if record else None,
+        )
 
     def _begin(self, text: list[int], length: int) -> None:
         """Start a request: the target processes all but the last token, which is the first root."""
@@ -122,8 +182,7 @@ class Decoder:
         self.runner.reset(capacity)
         self.runner.prefill(tokens[:-1])
         for drafter in self.drafters:
-            drafter.begin(capacity)
-            drafter.extend(tokens)
+            drafter.begin(tokens, capacity)
 
     def _request_costs(self, prompt_tokens: int) -> RequestCosts:
         if self.costs is None:
@@ -162,8 +221,14 @@ class Decoder:
         return np.sort(order[:count])
 
     def _verify_and_commit(
-        self, tree: DraftTree, text: list[int], chooser: TokenChooser, stopper: StopChecker, metrics: DecodingMetrics
-    ) -> Finish | None:
+        self,
+        tree: DraftTree,
+        text: list[int],
+        chooser: TokenChooser,
+        stopper: StopChecker,
+        metrics: DecodingMetrics,
+        record: bool,
+    ) -> "_Step":
         nodes = self._nodes_to_verify(tree)
         before = perf_counter()
         logits = verify(self.runner, tree, nodes)
@@ -177,16 +242,17 @@ class Decoder:
             finish = stopper.add(token)
             if finish is not None:
                 break
+        path, emitted = np.array(accepted, np.int64), np.array(text[root_at:], np.int64)
+        rows = np.concatenate([[0], np.searchsorted(nodes, path) + 1])  # root and accepted nodes
+        chosen_from = logits[torch.from_numpy(rows[: len(emitted)]).to(logits.device)]
+        alternatives = chosen_from.topk(self._recycled, dim=-1).indices.cpu().numpy()
         metrics.verify_ms += (perf_counter() - before) * 1000
         metrics.verified_nodes += len(nodes)
         metrics.count_step(len(accepted))
-        slots = np.searchsorted(nodes, accepted) + 1 + self.runner.committed
-        self.runner.commit([self.runner.committed, *slots.tolist()])
-        path, emitted = np.array(accepted, np.int64), np.array(text[root_at:], np.int64)
+        self.runner.commit((rows + self.runner.committed).tolist())
         for drafter in self.drafters:
-            drafter.commit(tree, path)
-            drafter.extend(emitted)
-        return finish
+            drafter.commit(tree, path, emitted, alternatives)
+        return _Step(emitted, finish, alternatives, chosen_from if record else None)
 
 
 def request_costs(costs: CostModel, prompt_tokens: int) -> RequestCosts:

@@ -28,18 +28,21 @@ class ModelRunner:
         self.device = next(model.module.parameters()).device
         self.dtype = next(model.module.parameters()).dtype
         self._lowest = torch.finfo(self.dtype).min
+        self.cache = TreeCache(model.module.config.get_text_config().num_hidden_layers, 0)
         self.reset(0)
 
     def reset(self, capacity: int) -> None:
         """Forget everything; make room for ``capacity`` tokens (it grows when needed)."""
-        cache: TreeCache | None = getattr(self, "cache", None)
-        if cache is None or cache.capacity < capacity:
+        if self.cache.capacity < capacity:
             # Buffers of an earlier request that are large enough serve again.
-            cache = TreeCache(self.model.module.config.get_text_config().num_hidden_layers, capacity)
-        cache.truncate(0)
-        self.cache = cache
+            self.cache = TreeCache(self.cache.layer_count, capacity)
+        self.cache.truncate(0)
         self.committed = 0
         self.tokens_processed = 0
+
+    def forget(self) -> None:
+        """Drop the buffers: the next request starts from new ones."""
+        self.cache = TreeCache(self.cache.layer_count, 0)
 
     @torch.inference_mode()
     def forward(

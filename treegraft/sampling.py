@@ -52,8 +52,11 @@ class TokenChooser:
     same numbers and, in fp32, emit the same text.
     """
 
-    def __init__(self, settings: SamplingSettings) -> None:
+    def __init__(self, settings: SamplingSettings, record: bool = False) -> None:
         self.settings = settings
+        self.record = record
+        self.scores: list[torch.Tensor] = []
+        """What every token was chosen from, [vocabulary] each, if ``record``."""
         self.greedy = settings.temperature == 0
         self._random = np.random.default_rng(settings.seed)
         processors = LogitsProcessorList()
@@ -69,7 +72,7 @@ class TokenChooser:
             if settings.min_p:
                 processors.append(MinPLogitsWarper(settings.min_p))
         self._processors = processors
-        self.plain_argmax = self.greedy and len(processors) == 0
+        self.plain_argmax = self.greedy and len(processors) == 0 and not record
         """True where a token depends on nothing but its own row of logits: all rows can be decided at once."""
 
     def choose(self, logits: torch.Tensor, text: list[int]) -> int:
@@ -81,6 +84,8 @@ class TokenChooser:
         scores = logits.float()[None]
         if len(self._processors):
             scores = self._processors(torch.tensor([text], device=logits.device), scores)  # type: ignore[arg-type]
+        if self.record:
+            self.scores.append(scores[0])
         if self.greedy:
             return int(scores.argmax())
         cumulative = torch.softmax(scores[0].double(), dim=-1).cumsum(0)

@@ -14,6 +14,8 @@ class NgramSettings:
     """Longest suffix of context + path that is looked up, in tokens."""
     branches: int = 2
     """Different continuations proposed at a node."""
+    recycled: int = 4
+    """The target's own likeliest tokens that are kept for every committed position and proposed there again."""
     path: int = 4
     """Tokens by which one skip may prolong the best continuation of a frontier node."""
 
@@ -21,6 +23,8 @@ class NgramSettings:
         for name in ("max_match", "branches", "path"):
             if getattr(self, name) < 1:
                 raise UserError(f"decoding.ngram.{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.recycled < 0:
+            raise UserError(f"decoding.ngram.recycled is {self.recycled}; it must be at least 0.")
 
 
 @dataclass(frozen=True)

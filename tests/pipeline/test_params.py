@@ -69,10 +69,10 @@ def test_pair_entry_goes_before_shared_section_and_override_before_both() -> Non
 
 
 def test_decoding_section_becomes_the_library_settings() -> None:
-    ngram = "{max_match: 2, branches: 1, path: 6}"
+    ngram = "{max_match: 2, branches: 1, recycled: 0, path: 6}"
     decoding = f"decoding={{depth: 3, width: 2, look_back: 1, verified_sizes: [0, 5], ngram: {ngram}}}"
     settings = load_pair(DEFAULT, [decoding], PARAMS).decoding.settings()
-    assert settings == DraftSettings(3, 2, 1, (0, 5), NgramSettings(max_match=2, branches=1, path=6))
+    assert settings == DraftSettings(3, 2, 1, (0, 5), NgramSettings(max_match=2, branches=1, recycled=0, path=6))
 
 
 def test_wheel_source_reaches_the_library() -> None:

@@ -38,7 +38,7 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
             "width": 3,
             "look_back": 3,
             "verified_sizes": [0, 1, 2, 4, 8],
-            "ngram": {"max_match": 3, "branches": 2, "path": 3},
+            "ngram": {"max_match": 3, "branches": 2, "recycled": 2, "path": 3},
         },
         "profile": {"new_tokens": [1, 2, 4, 8], "context_lengths": [16, 64], "repeats": 2},
         "prompts": {"sources": ["data/prompts"]},

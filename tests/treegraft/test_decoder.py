@@ -18,7 +18,7 @@ from treegraft.vocabulary import check_vocabularies
 
 VOCAB = 24
 SETTINGS = DraftSettings(
-    depth=3, width=3, look_back=3, verified_sizes=(0, 1, 2, 4, 8, 16), ngram=NgramSettings(3, 2, 3)
+    depth=3, width=3, look_back=3, verified_sizes=(0, 1, 2, 4, 8, 16), ngram=NgramSettings(3, 2, 2, 3)
 )
 TARGET = tiny_language_model(vocab_size=VOCAB, seed=1, name="target")
 NEAR = tiny_language_model(vocab_size=VOCAB, seed=1, layers=1, name="near")
@@ -115,9 +115,8 @@ def test_hopeless_drafter_costs_nothing_but_time() -> None:
 
         name, index, tokens_processed = "wrong", 0, 0
 
-        def begin(self, capacity: int) -> None: ...
-        def extend(self, tokens: np.ndarray) -> None: ...
-        def commit(self, tree: object, accepted: np.ndarray) -> None:
+        def begin(self, prompt: np.ndarray, capacity: int) -> None: ...
+        def commit(self, tree: object, accepted: np.ndarray, tokens: np.ndarray, alternatives: np.ndarray) -> None:
             assert len(accepted) == 0
 
         def draft(self, tree, settings, layer, max_depth) -> None:  # type: ignore[no-untyped-def]

@@ -4,7 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treegraft.drafters.ngram import SCANNED_OCCURRENCES, NgramDrafter, NgramIndex, prior_table
+from treegraft.drafters.ngram import (
+    SCANNED_OCCURRENCES,
+    TABLE_WEIGHT,
+    NgramDrafter,
+    NgramIndex,
+    NgramState,
+    prior_table,
+)
 from treegraft.settings import DraftSettings, NgramSettings
 from treegraft.tree import DraftTree
 
@@ -25,25 +32,27 @@ def scanned(text: list[int], suffix: list[int], max_match: int, limit: int) -> l
 def test_continuations_equal_a_scan(text: list[int], path: list[int], max_match: int, data: st.DataObject) -> None:
     assert len(text) <= SCANNED_OCCURRENCES + 8  # so that no occurrence is left out of the ranking
     limit = data.draw(st.integers(1, len(text)))
-    index = NgramIndex(max_match)
+    index = NgramIndex(NgramSettings(max_match, branches=99, recycled=0))
     index.append(text)
     suffix = text[:limit] + path
-    assert index.continuations(suffix, 99, limit) == scanned(text, suffix, max_match, limit)
+    found = index.continuations(suffix, limit)
+    assert [(token, match) for token, match, _ in found] == scanned(text, suffix, max_match, limit)
+    assert [rank for _, _, rank in found] == list(range(len(found)))
+    assert index.continuations(suffix, limit, best_only=True) == found[:1]
 
 
 def test_the_text_may_come_in_any_pieces() -> None:
-    whole, pieces = NgramIndex(3), NgramIndex(3)
+    whole, pieces = NgramIndex(NgramSettings(3)), NgramIndex(NgramSettings(3))
     whole.append([1, 2, 3, 1, 2, 4, 1, 2])
     for piece in ([1], [2, 3, 1], [], [2, 4, 1, 2]):
         pieces.append(piece)
-    assert pieces.continuations([1, 2], 5, 8) == whole.continuations([1, 2], 5, 8) == [(4, 2), (3, 2), (1, 1)][:2]
+    assert pieces.continuations([1, 2], 8) == whole.continuations([1, 2], 8) == [(4, 2, 0), (3, 2, 1)]
 
 
 def test_a_skip_adds_branches_and_a_continuation_path() -> None:
     settings = DraftSettings(depth=3, width=4, ngram=NgramSettings(max_match=2, branches=2, path=3))
     drafter = NgramDrafter(0, settings.ngram)
-    drafter.begin(20)
-    drafter.extend(np.array([7, 8, 9, 5, 7, 8, 6, 4, 7, 8]))
+    drafter.begin(np.array([7, 8, 9, 5, 7, 8, 6, 4, 7, 8]), 20)
     tree = DraftTree(8, 1)
     drafter.draft(tree, settings, 1, 10)
     texts = {tuple(tree.token[tree.path(node)].tolist()) for node in range(1, len(tree))}
@@ -57,9 +66,28 @@ def test_state_does_not_leak_between_requests() -> None:
     settings = DraftSettings()
     drafter = NgramDrafter(0, settings.ngram)
     for _ in range(2):
-        drafter.begin(10)
-        drafter.extend(np.array([1, 2, 3]))
+        drafter.begin(np.array([1, 2, 3]), 10)
         tree = DraftTree(3, 1)
         drafter.draft(tree, settings, 1, 10)
         assert len(tree) == 1
-        drafter.extend(np.array([1, 2, 3]))
+        drafter.commit(tree, np.zeros(0, np.int64), np.array([1, 2, 3]), np.array([[1, 8], [2, 9], [3, 7]]))
+
+
+def test_recycled_tokens_follow_the_literal_ones() -> None:
+    """Behind the newest longest match come the target's other choices there, best first, none twice."""
+    index = NgramIndex(NgramSettings(max_match=2, branches=2, recycled=3))
+    index.append([5, 6])
+    index.append([7, 5, 6, 8, 5, 6], [[7, 1], [5], [6, 2], [8, 7, 3, 4], [5], [6]])
+    found = index.continuations([5, 6], 8)
+    assert found == [(8, 2, 0), (7, 2, 1), (3, 2, 2), (4, 2, 3), (1, 2, 4)]
+    assert index.continuations([5, 6], 5) == [(7, 2, 0), (1, 2, 2)]  # as it was before the second occurrence
+
+
+def test_chances_follow_what_the_answer_does() -> None:
+    settings = NgramSettings(max_match=1, branches=1, recycled=0)
+    table = prior_table(settings)
+    state = NgramState(settings, table)
+    state.read([1, 1, 1, 1])
+    np.testing.assert_array_equal(state.table, table)  # the prompt's own repetitions are not counted
+    state.commit([1] * 10, None)
+    np.testing.assert_allclose(state.table, (10 + TABLE_WEIGHT * table) / (10 + TABLE_WEIGHT))

@@ -12,21 +12,25 @@ class Drafter(Protocol):
     name: str
     index: int
 
-    def begin(self, capacity: int) -> None:
-        """Forget the last request; ``capacity`` tokens of text and tree will be needed at most."""
-        ...
+    def begin(self, prompt: IntArray, capacity: int) -> None:
+        """Forget the last request; the prompt (int64 [n]) is committed and its last token is the first tree's root.
 
-    def extend(self, tokens: IntArray) -> None:
-        """Tokens (int64 [n]) have been committed behind the earlier ones; the last one is the next tree's root."""
+        ``capacity`` tokens of text and tree will be needed at most.
+        """
         ...
 
     def draft(self, tree: DraftTree, settings: DraftSettings, layer: int, max_depth: int) -> None:
         """Grow the tree by one layer; no node may come to lie deeper than ``max_depth``."""
         ...
 
-    def commit(self, tree: DraftTree, accepted: IntArray) -> None:
-        """The step is over; ``accepted`` (int64 [a]) are the tree's accepted nodes in path order. Comes before
-        ``extend`` with the step's tokens."""
+    def commit(self, tree: DraftTree, accepted: IntArray, tokens: IntArray, alternatives: IntArray) -> None:
+        """The step is over.
+
+        Args:
+            accepted: int64 [a], the tree's accepted nodes in path order.
+            tokens: int64 [a or a + 1], the tokens emitted; the last one is the next tree's root.
+            alternatives: int64 [len(tokens), r], the target's likeliest tokens in place of each, best first.
+        """
         ...
 
     @property

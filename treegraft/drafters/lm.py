@@ -85,19 +85,16 @@ class LanguageModelDrafter:
         self.vocabulary = vocabulary
         self.temperature = temperature
         self.runner = ModelRunner(model)
-        self.begin(0)
+        self.begin(np.zeros(0, np.int64), 0)
 
-    def begin(self, capacity: int) -> None:
+    def begin(self, prompt: IntArray, capacity: int) -> None:
         self.runner.reset(min(capacity, self.model.context_limit))
-        self.text = np.zeros(0, np.int64)  # all committed tokens; the last one is the root
+        self.text = prompt  # all committed tokens; the last one is the root
         self._end_step()
 
     def _end_step(self) -> None:
         self.rows: RowStore | None = None
         self.slots: list[int] = []  # node of each tree slot, in slot order
-
-    def extend(self, tokens: IntArray) -> None:
-        self.text = np.concatenate([self.text, tokens])
 
     @property
     def tokens_processed(self) -> int:
@@ -137,7 +134,7 @@ class LanguageModelDrafter:
         self.runner.committed += lag
         return logits
 
-    def commit(self, tree: DraftTree, accepted: IntArray) -> None:
+    def commit(self, tree: DraftTree, accepted: IntArray, tokens: IntArray, alternatives: IntArray) -> None:
         kept = []
         where = {node: self.runner.committed + slot for slot, node in enumerate(self.slots)}
         for node in [0, *accepted.tolist()]:
@@ -145,4 +142,5 @@ class LanguageModelDrafter:
                 break
             kept.append(where[node])
         self.runner.commit(kept)
+        self.text = np.concatenate([self.text, tokens])
         self._end_step()

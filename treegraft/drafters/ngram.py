@@ -1,6 +1,12 @@
-"""The light drafter: continuations of the longest suffix that occurred before in the same request."""
+"""The light drafter: what followed the longest suffix that occurred before in the same request.
+
+Two kinds of continuation, both free: the literal token behind an earlier occurrence, and the tokens that the target
+itself found likely there when it verified that place (recycled, after Luo et al. 2024, arXiv:2408.08696).
+"""
 
 from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,16 +16,48 @@ from treegraft.settings import DraftSettings, NgramSettings
 from treegraft.tree import DraftTree, IntArray
 
 SCANNED_OCCURRENCES = 32  # newest occurrences of a suffix that are looked at; older ones hardly change the ranking
+TABLE_WEIGHT = 30.0  # observations of this request that weigh as much as the calibrated table
+
+
+class Continuation(NamedTuple):
+    """A token that may follow, with what its chance depends on."""
+
+    token: int
+    match: int
+    """Length of the suffix that occurred before, in tokens."""
+    rank: int
+    """Its place among the literal continuations, from 0; recycled ones are counted from ``branches`` on."""
 
 
 def prior_table(settings: NgramSettings) -> NDArray[np.float64]:
-    """Chance that a proposal is right before anything was measured, [max_match, branches]: by match length and rank.
+    """Chance that a proposal is right before anything was measured, [max_match, branches + recycled].
 
     Half for a full match, falling with a shorter match and a later rank; replaced by ``values.calibration``.
     """
     match = np.arange(1, settings.max_match + 1)[:, None] / settings.max_match
-    rank = np.arange(1, settings.branches + 1)[None, :]
-    return 0.5 * match / rank**2
+    literal = 0.5 / np.arange(1, settings.branches + 1) ** 2
+    recycled = 0.1 / np.arange(1, settings.recycled + 1)
+    return match * np.concatenate([literal, recycled])
+
+
+class NgramCounts:
+    """Hits and trials of continuations by match length and rank, [max_match, branches + recycled] each."""
+
+    def __init__(self, settings: NgramSettings) -> None:
+        shape = (settings.max_match, settings.branches + settings.recycled)
+        self.hits = np.zeros(shape)
+        self.trials = np.zeros(shape)
+
+    def add(self, found: Sequence[Continuation], token: int) -> None:
+        """``token`` came where ``found`` had been proposed."""
+        for following, match, rank in found:
+            self.trials[match - 1, rank] += 1
+            self.hits[match - 1, rank] += following == token
+
+    def table(self, prior: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
+        """Chances after these observations, with a Beta prior of mean ``prior`` worth ``weight`` observations."""
+        chances: NDArray[np.float64] = (self.hits + weight * prior) / (self.trials + weight)
+        return chances
 
 
 class NgramIndex:
@@ -28,42 +66,60 @@ class NgramIndex:
     The cost of ``append`` and of ``continuations`` does not grow with the text.
     """
 
-    def __init__(self, max_match: int) -> None:
-        self.max_match = max_match
+    def __init__(self, settings: NgramSettings) -> None:
+        self.settings = settings
         self.tokens: list[int] = []
+        self.alternatives: list[list[int]] = []  # of each token: what the target found likely in its place
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
-    def append(self, tokens: list[int]) -> None:
+    def append(self, tokens: list[int], alternatives: list[list[int]] | None = None) -> None:
+        """Add tokens; alternatives: of each the target's likeliest tokens in its place, best first, where known."""
+        self.alternatives += [[]] * len(tokens) if alternatives is None else alternatives
         for token in tokens:
             self.tokens.append(token)
             end = len(self.tokens)
-            for n in range(1, min(self.max_match, end) + 1):
+            for n in range(1, min(self.settings.max_match, end) + 1):
                 self._ends.setdefault(tuple(self.tokens[end - n : end]), []).append(end)
 
-    def continuations(self, suffix: list[int], count: int, limit: int) -> list[tuple[int, int]]:
-        """Up to ``count`` different tokens that followed ``suffix``, longest match first, then newest first.
+    def continuations(self, suffix: list[int], limit: int, best_only: bool = False) -> list[Continuation]:
+        """Different tokens that may follow ``suffix``: longest match first, then newest first.
+
+        Up to ``branches`` literal continuations come first, then up to ``recycled`` of the target's.
 
         Args:
             suffix: the last tokens of context + path; the newest is last.
             limit: the text's first ``limit`` tokens are known (the value system asks about earlier positions).
-
-        Returns:
-            (token, match length) pairs, best first.
+            best_only: stop at the first literal continuation.
         """
-        found: list[tuple[int, int]] = []
+        settings = self.settings
+        found: list[Continuation] = []
         seen: set[int] = set()
-        for n in range(min(self.max_match, len(suffix)), 0, -1):
+        places: list[tuple[int, int]] = []  # (place behind an occurrence, match length) in order of preference
+        count = 1 if best_only else settings.branches
+        for n in range(min(settings.max_match, len(suffix)), 0, -1):
             ends = self._ends.get(tuple(suffix[-n:]))
             if ends is None:
                 continue
             newest = bisect_right(ends, limit - 1)  # the token after the match must be known too
             for end in reversed(ends[max(0, newest - SCANNED_OCCURRENCES) : newest]):
+                places.append((end, n))
                 token = self.tokens[end]
-                if token not in seen:
+                if token not in seen and len(found) < count:
                     seen.add(token)
-                    found.append((token, n))
-                    if len(found) == count:
-                        return found
+                    found.append(Continuation(token, n, len(found)))
+            if len(found) == count and len(places) >= settings.recycled:
+                break
+        if best_only:
+            return found
+        rank, last = settings.branches, settings.branches + settings.recycled
+        for end, n in places:
+            if rank == last:
+                break
+            for token in self.alternatives[end]:
+                if token not in seen and rank < last:
+                    seen.add(token)
+                    found.append(Continuation(token, n, rank))
+                    rank += 1
         return found
 
 
@@ -81,7 +137,7 @@ def expand(
 
     Args:
         limit: tokens of the index's text that are committed; the last of them is the tree's root.
-        table: float64 [max_match, branches]: chance of being accepted by match length and rank.
+        table: float64 [max_match, branches + recycled]: chance of being accepted by match length and rank.
     """
     ngram = settings.ngram
     log_table = np.log(table).tolist()
@@ -106,12 +162,12 @@ def expand(
             if depth[node] >= max_depth:
                 break
             # Only the first step branches: the rest prolongs the best continuation.
-            found = index.continuations(suffix, ngram.branches if step == 0 else 1, limit)
+            found = index.continuations(suffix, limit, best_only=step > 0)
             expanded.append(node)
             if not found:
                 break
             children = []
-            for rank, (following, match) in enumerate(found):
+            for following, match, rank in found:
                 below = child.get((node, following))
                 if below is None:
                     below = child[node, following] = len(token)
@@ -129,8 +185,31 @@ def expand(
         advance(tree, np.array(reached), settings)
 
 
+class NgramState:
+    """One request's text with the chances of its n-grams, which it learns as tokens are committed."""
+
+    def __init__(self, settings: NgramSettings, table: NDArray[np.float64]) -> None:
+        self.index = NgramIndex(settings)
+        self.counts = NgramCounts(settings)
+        self.calibrated = table
+        self.table = table
+
+    def read(self, prompt: list[int]) -> None:
+        """Note the prompt; how it repeats itself says little about the answer and is not counted."""
+        self.index.append(prompt)
+
+    def commit(self, tokens: list[int], alternatives: list[list[int]] | None) -> None:
+        """Note committed tokens of the answer, one by one, and how well they were foreseen."""
+        index, reach = self.index, self.index.settings.max_match
+        for i, token in enumerate(tokens):
+            limit = len(index.tokens)
+            self.counts.add(index.continuations(index.tokens[max(0, limit - reach) :], limit), token)
+            index.append([token], None if alternatives is None else [alternatives[i]])
+        self.table = self.counts.table(self.calibrated, TABLE_WEIGHT)
+
+
 class NgramDrafter:
-    """The light drafter of a decoder; keeps one request's n-gram index."""
+    """The light drafter of a decoder; keeps one request's n-grams."""
 
     tokens_processed = 0
 
@@ -138,17 +217,16 @@ class NgramDrafter:
         self.name = "ngram"
         self.index = index
         self.settings = settings
-        self.table = prior_table(settings) if table is None else table
-        self.begin(0)
+        self.calibrated = prior_table(settings) if table is None else table
+        self.begin(np.zeros(0, np.int64), 0)
 
-    def begin(self, capacity: int) -> None:
-        self.text = NgramIndex(self.settings.max_match)
-
-    def extend(self, tokens: IntArray) -> None:
-        self.text.append(tokens.tolist())
+    def begin(self, prompt: IntArray, capacity: int) -> None:
+        self.state = NgramState(self.settings, self.calibrated)
+        self.state.read(prompt.tolist())
 
     def draft(self, tree: DraftTree, settings: DraftSettings, layer: int, max_depth: int) -> None:
-        expand(tree, self.text, len(self.text.tokens), self.table, settings, layer, max_depth, self.index)
+        state = self.state
+        expand(tree, state.index, len(state.index.tokens), state.table, settings, layer, max_depth, self.index)
 
-    def commit(self, tree: DraftTree, accepted: IntArray) -> None:
-        """Nothing to keep: the tokens come with ``extend``."""
+    def commit(self, tree: DraftTree, accepted: IntArray, tokens: IntArray, alternatives: IntArray) -> None:
+        self.state.commit(tokens.tolist(), alternatives.tolist())

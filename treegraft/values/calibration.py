@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from treegraft.draft_vocabulary import UNKNOWN
-from treegraft.drafters.ngram import NgramIndex, prior_table
+from treegraft.drafters.ngram import NgramCounts, NgramState, prior_table
 from treegraft.errors import UserError
 from treegraft.settings import NgramSettings
 from treegraft.tree import IntArray
@@ -22,7 +22,7 @@ class Calibration:
     """Both kinds of scores; lives in the scheduler checkpoint."""
 
     ngram_table: NDArray[np.float64]
-    """[max_match, branches]: chance that a continuation is the target's next token, by match length and rank."""
+    """[max_match, branches + recycled]: chance that a continuation is the next token, by match length and rank."""
     temperatures: tuple[float, ...]
     """Of each drafter, [m]; 1 for a drafter that is no model."""
 
@@ -45,31 +45,28 @@ class Calibration:
         return Calibration(table, temperatures)
 
 
-class NgramCounts:
-    """Hits and trials of n-gram continuations, by match length and rank."""
+class NgramFit:
+    """The n-gram drafter's table, from answers whose prompts it has seen."""
 
     def __init__(self, settings: NgramSettings) -> None:
         self.settings = settings
-        shape = (settings.max_match, settings.branches)
-        self.hits = np.zeros(shape)
-        self.trials = np.zeros(shape)
+        self.counts = NgramCounts(settings)
 
-    def add(self, text: IntArray, prompt_tokens: int) -> None:
-        """Count every position of an answer (text: int64 [S], prompt and answer)."""
-        tokens = text.tolist()
-        index = NgramIndex(self.settings.max_match)
-        index.append(tokens)
-        for at in range(prompt_tokens, len(tokens)):
-            suffix = tokens[max(0, at - self.settings.max_match) : at]
-            for rank, (token, match) in enumerate(index.continuations(suffix, self.settings.branches, at)):
-                self.trials[match - 1, rank] += 1
-                self.hits[match - 1, rank] += token == tokens[at]
+    def add(self, text: IntArray, prompt_tokens: int, alternatives: IntArray) -> None:
+        """Count every position of an answer.
+
+        Args:
+            text: int64 [S], prompt and answer; alternatives: int64 [S - prompt_tokens, r], see ``Drafter.commit``.
+        """
+        state = NgramState(self.settings, prior_table(self.settings))
+        state.read(text[:prompt_tokens].tolist())
+        state.commit(text[prompt_tokens:].tolist(), alternatives.tolist())
+        self.counts.hits += state.counts.hits
+        self.counts.trials += state.counts.trials
 
     def table(self) -> NDArray[np.float64]:
         """Beta-smoothed chances, strictly between 0 and 1."""
-        prior = prior_table(self.settings)
-        chances: NDArray[np.float64] = (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
-        return chances
+        return self.counts.table(prior_table(self.settings), PRIOR_TRIALS)
 
 
 class TemperatureFit:

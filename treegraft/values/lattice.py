@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters.lm import RowStore
-from treegraft.drafters.ngram import NgramIndex, expand
+from treegraft.drafters.ngram import NgramState, expand
 from treegraft.grafting import accepted_mass, graft, plan_call, verification_order
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
@@ -144,7 +144,7 @@ class Lattice:
         drafters: in order of cost; None stands for the n-gram drafter.
         vocabulary: what each drafter can propose, [m] (ignored for n-grams).
         temperatures: calibration of each drafter, [m] (ignored for n-grams).
-        ngram_table: calibration of the n-gram drafter, [max_match, branches].
+        ngram_table: calibration of the n-gram drafter, [max_match, branches + recycled].
         tokens_per_forward: drafter tokens packed into one forward at most; bounds memory.
     """
 
@@ -171,11 +171,14 @@ class Lattice:
         self.block = max(1, 2 * tokens_per_forward // paths)
 
     @torch.inference_mode()
-    def evaluate(self, text: IntArray, prompt_tokens: int, max_new_tokens: int, costs: RequestCosts) -> Outcomes:
+    def evaluate(
+        self, text: IntArray, prompt_tokens: int, alternatives: IntArray, max_new_tokens: int, costs: RequestCosts
+    ) -> Outcomes:
         """All schedules at every position of the answer.
 
         Args:
             text: int64 [S], prompt and the target's answer.
+            alternatives: int64 [S - prompt_tokens, r], the target's likeliest tokens in place of each answer token.
             max_new_tokens: the limit under which the answer was decoded, the context's end counted in; drafts end there
                 as the decoder's do.
         """
@@ -183,8 +186,14 @@ class Lattice:
         self.prompt_tokens = prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.costs = costs
-        self.index = NgramIndex(self.settings.ngram.max_match)
-        self.index.append(text.tolist())
+        # The n-gram drafter learns from the committed text alone, so its state at a position is the same for all
+        # schedules; the index answers for earlier positions too, the tables are kept.
+        light = NgramState(self.settings.ngram, self.ngram_table)
+        light.read(text[:prompt_tokens].tolist())
+        self.index, self.tables = light.index, [light.table]  # by committed tokens of the answer
+        for token, likely in zip(text[prompt_tokens:].tolist(), alternatives.tolist(), strict=True):
+            light.commit([token], [likely])
+            self.tables.append(light.table)
         for model in self.models:
             if model is not None:
                 model.begin(text, prompt_tokens)
@@ -238,7 +247,8 @@ class Lattice:
             if max_depth >= 1:
                 if model is None:
                     limit = int(roots[branch.at]) + 1
-                    expand(tree, self.index, limit, self.ngram_table, settings, layer, max_depth, action)
+                    table = self.tables[limit - self.prompt_tokens]
+                    expand(tree, self.index, limit, table, settings, layer, max_depth, action)
                 else:
                     usable = min(max_depth, model.model.context_limit - int(roots[branch.at]))
                     nodes = plan_call(tree, action, settings, layer, usable)

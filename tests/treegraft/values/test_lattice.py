@@ -34,7 +34,14 @@ def lattice_outcomes(kinds: str, text: np.ndarray, chunk: int, dtype: torch.dtyp
     models = [MODELS[kind] for kind in kinds]
     vocabulary = [DraftVocabulary(VOCAB) if model is None else check_vocabularies(TARGET, model) for model in models]
     lattice = Lattice(SETTINGS, models, vocabulary, [1.0] * m, prior_table(SETTINGS.ngram), chunk)
-    return lattice.evaluate(text, len(PROMPT), COUNT, costs)
+    return lattice.evaluate(text, len(PROMPT), alternatives(text), COUNT, costs)
+
+
+def alternatives(text: np.ndarray) -> np.ndarray:
+    """The target's likeliest tokens in place of each answer token, from one forward over the whole text."""
+    with torch.inference_mode():
+        logits = TARGET.module(torch.from_numpy(text)[None]).logits[0, len(PROMPT) - 1 : -1]
+    return np.asarray(logits.topk(SETTINGS.ngram.recycled).indices)
 
 
 def naive(kinds: str, text: np.ndarray) -> Outcomes:
@@ -56,8 +63,11 @@ def naive(kinds: str, text: np.ndarray) -> Outcomes:
             root = len(PROMPT) - 1 + position
             members = drafters(kinds)
             for member in members:
-                member.begin(64)
-                member.extend(text[: root + 1])
+                member.begin(text[: len(PROMPT)], 64)
+                if position:
+                    empty = np.zeros(0, np.int64)
+                    answer = text[len(PROMPT) : root + 1]
+                    member.commit(DraftTree(0, m), empty, answer, alternatives(text)[:position])
                 if isinstance(member, LanguageModelDrafter):
                     member.runner.prefill(text[:root])
             tree = DraftTree(int(text[root]), m)
