@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.pair import PairModels, encode_turns, load_pair_models, make_drafters
+from pipeline.pair import load_pair_models
 from pipeline.params import PairConfig, load_pair
 from pipeline.prompts import load_prompts, split_prompts, take
 from pipeline.stages import STAGES
 from tests.treegraft.test_decoder import RandomScheduler
 from treegraft.decoder import Decoder
+from treegraft.pair import PairModels, encode_turns, make_drafters
 from treegraft.scheduling.policy import Scheduler, always, never
 
 REPO = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def test_text_equals_plain_decoding(pair: tuple[PairConfig, PairModels]) -> None
     for number, prompt in enumerate(prompts):
         tokens = encode_turns(models.target, prompt.turns[:1], []).tolist()
         scheduler = schedulers[number % len(schedulers)]
-        drafted = Decoder(models.target, make_drafters(models, config, None), scheduler, settings)
+        drafted = Decoder(models.target, make_drafters(models, settings.ngram, None), scheduler, settings)
         result = drafted.generate(tokens, TOKENS)
         assert result.tokens == plain.generate(tokens, TOKENS).tokens, prompt.id
         accepted += sum(result.metrics.accepted_lengths)

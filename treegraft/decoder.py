@@ -22,10 +22,11 @@ from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
 from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.features import RequestCosts, SchedulingState
+from treegraft.scheduling.outlook import Outlook, OutlookTracker
 from treegraft.scheduling.policy import Scheduler
 from treegraft.settings import DraftSettings
 from treegraft.stopping import Finish, StopChecker
-from treegraft.tree import DraftTree, IntArray
+from treegraft.tree import DraftTree, FloatArray, IntArray
 from treegraft.verification import verify, walk
 
 GREEDY = SamplingSettings()
@@ -43,6 +44,8 @@ class Generation:
     alternatives: IntArray
     """int64 [len(tokens), r]: the target's likeliest tokens in place of each, best first; r is 0 unless an n-gram
     drafter recycles them."""
+    confidence: FloatArray
+    """float64 [len(tokens)]: probability of each token under the target's unprocessed logits."""
     logits: torch.Tensor | None = None
     """[len(tokens), vocabulary] of the target before each token, where they were asked for (``record``)."""
     scores: torch.Tensor | None = None
@@ -56,6 +59,7 @@ class _Step:
     tokens: IntArray
     finish: Finish | None
     alternatives: IntArray
+    confidence: FloatArray
     logits: torch.Tensor | None
 
 
@@ -98,6 +102,7 @@ class Decoder:
         stop: tuple[str, ...] = (),
         on_tokens: Callable[[list[int]], None] | None = None,
         record: bool = False,
+        eos: tuple[int, ...] | None = None,
     ) -> Generation:
         """Continue ``prompt`` (token ids) until EOS, a stop string, ``max_new_tokens`` or the context's end.
 
@@ -105,12 +110,13 @@ class Decoder:
             on_tokens: called after every step with the tokens it emitted. An exception from it (or a KeyboardInterrupt
                 anywhere) ends the request and leaves the decoder ready for the next one.
             record: keep the target's logits and processed scores of every emitted token.
+            eos: token ids that end the text; None: those of the target, or none with ``ignore_eos``.
 
         Raises:
             UserError: empty prompt, or one that fills the target's context.
         """
         try:
-            return self._generate(prompt, max_new_tokens, sampling, stop, on_tokens, record)
+            return self._generate(prompt, max_new_tokens, sampling, stop, on_tokens, record, eos)
         except BaseException:
             # whatever was half done in a cache must not meet the next request
             self.runner.forget()
@@ -127,6 +133,7 @@ class Decoder:
         stop: tuple[str, ...],
         on_tokens: Callable[[list[int]], None] | None,
         record: bool,
+        eos: tuple[int, ...] | None,
     ) -> Generation:
         started = perf_counter()
         room = self.target.context_limit - len(prompt)
@@ -140,7 +147,8 @@ class Decoder:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
         limit, reason = (max_new_tokens, "length") if max_new_tokens <= room else (room, "context")
-        eos = () if self.ignore_eos else self.target.eos_token_ids
+        if eos is None:
+            eos = () if self.ignore_eos else self.target.eos_token_ids
         stopper = StopChecker(eos, limit, reason, stop, self.target.tokenizer)  # type: ignore[arg-type]
         chooser = TokenChooser(sampling, record)
         metrics = DecodingMetrics(prompt_tokens=len(prompt), calls=[0] * len(self.drafters))
@@ -148,14 +156,18 @@ class Decoder:
         text = list(prompt)
         self._begin(text, len(prompt) + limit)
         metrics.prefill_ms = (perf_counter() - started) * 1000
+        prefill_forward_ms = self.runner.forward_ms
         costs = self._request_costs(len(prompt))
         finish: Finish | None = None
         steps: list[_Step] = []
+        light = next((drafter for drafter in self.drafters if isinstance(drafter, NgramDrafter)), None)
+        tracker = OutlookTracker(None if light is None else light.state)
         while finish is None:
             max_depth = stopper.remaining - 1
-            tree = self._draft(text[-1], max_depth, costs, metrics)
+            tree = self._draft(text[-1], max_depth, costs, tracker.now(), metrics)
             step = self._verify_and_commit(tree, text, chooser, stopper, metrics, record)
             steps.append(step)
+            tracker.commit(step.confidence.tolist())
             finish = step.finish
             if on_tokens is not None:
                 on_tokens(step.tokens.tolist())
@@ -164,6 +176,8 @@ class Decoder:
         metrics.processed = {self.target.name: self.runner.tokens_processed} | {
             drafter.name: drafter.tokens_processed for drafter in self.drafters
         }
+        models = [self.runner, *(d.runner for d in self.drafters if isinstance(d, LanguageModelDrafter))]
+        metrics.forward_ms = sum(runner.forward_ms for runner in models) - prefill_forward_ms
         metrics.seconds = perf_counter() - started
         return Generation(
             tokens=stopper.emitted,
@@ -171,6 +185,7 @@ class Decoder:
             finish=finish,
             metrics=metrics,
             alternatives=np.concatenate([step.alternatives for step in steps]),
+            confidence=np.concatenate([step.confidence for step in steps]),
             logits=torch.cat([step.logits for step in steps if step.logits is not None]) if record else None,
             scores=torch.stack(chooser.scores) if record else None,
         )
@@ -189,14 +204,18 @@ class Decoder:
             return RequestCosts(prompt_tokens, 1.0, (1.0,) * (len(self.drafters) - 1))
         return request_costs(self.costs, prompt_tokens)
 
-    def _draft(self, root: int, max_depth: int, costs: RequestCosts, metrics: DecodingMetrics) -> DraftTree:
+    def _draft(
+        self, root: int, max_depth: int, costs: RequestCosts, outlook: Outlook, metrics: DecodingMetrics
+    ) -> DraftTree:
         tree = DraftTree(root, len(self.drafters))
         if max_depth < 1 or not self.drafters:
             return tree
         prefix: tuple[int, ...] = ()
         for layer in range(1, self.settings.depth + 1):
             before = perf_counter()
-            action = self.scheduler.choose(SchedulingState(tree, layer, prefix, self.settings, max_depth, costs))
+            action = self.scheduler.choose(
+                SchedulingState(tree, layer, prefix, self.settings, max_depth, costs, outlook)
+            )
             decided = perf_counter()
             drafter = self.drafters[action]
             drafter.draft(tree, self.settings, layer, max_depth)
@@ -246,13 +265,22 @@ class Decoder:
         rows = np.concatenate([[0], np.searchsorted(nodes, path) + 1])  # root and accepted nodes
         chosen_from = logits[torch.from_numpy(rows[: len(emitted)]).to(logits.device)]
         alternatives = chosen_from.topk(self._recycled, dim=-1).indices.cpu().numpy()
+        confidence = _probabilities(chosen_from, emitted)
         metrics.verify_ms += (perf_counter() - before) * 1000
         metrics.verified_nodes += len(nodes)
         metrics.count_step(len(accepted))
         self.runner.commit((rows + self.runner.committed).tolist())
         for drafter in self.drafters:
             drafter.commit(tree, path, emitted, alternatives)
-        return _Step(emitted, finish, alternatives, chosen_from if record else None)
+        return _Step(emitted, finish, alternatives, confidence, chosen_from if record else None)
+
+
+def _probabilities(logits: torch.Tensor, tokens: IntArray) -> FloatArray:
+    """The probability of tokens[i] in row i: logits [n, vocabulary], tokens int64 [n] -> float64 [n]."""
+    rows = logits.float()
+    chosen = rows.gather(1, torch.from_numpy(tokens).to(rows.device)[:, None])[:, 0]
+    found: FloatArray = (chosen - rows.logsumexp(-1)).exp().double().cpu().numpy()
+    return found
 
 
 def request_costs(costs: CostModel, prompt_tokens: int) -> RequestCosts:

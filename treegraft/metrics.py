@@ -1,6 +1,7 @@
 """What one request did: sums and counts only; whoever reports divides once, at the end."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 
 
 @dataclass
@@ -28,6 +29,9 @@ class DecodingMetrics:
     draft_strong_ms: float = 0.0
     verify_ms: float = 0.0
     scheduler_ms: float = 0.0
+    forward_ms: float = 0.0
+    """Inside the models' forwards, prefill left out; part of the drafting and verifying times. What remains of a step
+    is the engine's own. On a GPU, forwards return before they are done and the figure says nothing."""
     processed: dict[str, int] = field(default_factory=dict)
     """Tokens that went through each model, by name."""
 
@@ -35,6 +39,20 @@ class DecodingMetrics:
     def other_ms(self) -> float:
         named = self.prefill_ms + self.draft_light_ms + self.draft_strong_ms + self.verify_ms + self.scheduler_ms
         return self.seconds * 1000 - named
+
+    def add(self, other: "DecodingMetrics") -> None:
+        """Count another request in."""
+        for entry in fields(self):
+            mine, its = getattr(self, entry.name), getattr(other, entry.name)
+            if entry.name == "accepted_lengths":
+                total = mine + its
+            elif isinstance(mine, list):
+                total = [a + b for a, b in zip_longest(mine, its, fillvalue=0)]
+            elif isinstance(mine, dict):
+                total = {name: mine.get(name, 0) + its.get(name, 0) for name in mine | its}
+            else:
+                total = mine + its
+            setattr(self, entry.name, total)
 
     def count_step(self, accepted: int) -> None:
         """Note a step that emitted ``accepted`` drafted tokens."""

@@ -71,7 +71,7 @@ class TokenChooser:
                 processors.append(TopPLogitsWarper(settings.top_p))
             if settings.min_p:
                 processors.append(MinPLogitsWarper(settings.min_p))
-        self._processors = processors
+        self.processors = processors
         self.plain_argmax = self.greedy and len(processors) == 0 and not record
         """True where a token depends on nothing but its own row of logits: all rows can be decided at once."""
 
@@ -82,8 +82,8 @@ class TokenChooser:
             logits: [vocabulary] of the target after ``text``; text: all tokens so far, the prompt's included.
         """
         scores = logits.float()[None]
-        if len(self._processors):
-            scores = self._processors(torch.tensor([text], device=logits.device), scores)  # type: ignore[arg-type]
+        if len(self.processors):
+            scores = self.processors(torch.tensor([text], device=logits.device), scores)  # type: ignore[arg-type]
         if self.record:
             self.scores.append(scores[0])
         if self.greedy:

@@ -66,9 +66,13 @@ class StopChecker:
     def _stopped(self) -> bool:
         """Whether the newest token completes a stop string, which may begin and end inside tokens.
 
-        Only the tail that can hold one is decoded: every token of it but the newest gives at least one character.
+        Only the tail that can hold one is decoded: more tokens where many of them have no text of their own.
         """
-        tail = self._decoded(self.emitted[-max(map(len, self.stop)) - TAIL_MARGIN :])
+        longest = max(map(len, self.stop))
+        count = longest + TAIL_MARGIN
+        while count < len(self.emitted) and len(self._decoded(self.emitted[-count:-1])) < longest:
+            count *= 2
+        tail = self._decoded(self.emitted[-count:])
         return any(string in tail for string in self.stop)
 
     def _decoded(self, tokens: list[int]) -> str:

@@ -90,6 +90,16 @@ class SchedulerConfig:
     """Version of this format."""
 
     @property
+    def target(self) -> str:
+        """Name of the target: of the models with a tokenizer the one that is no drafter."""
+        return next(name for name in self.tokenizer_hashes if name not in self.drafters)
+
+    @property
+    def model_drafters(self) -> tuple[str, ...]:
+        """Names of the drafters that are models, in order of cost."""
+        return tuple(name for name in self.drafters if name in self.tokenizer_hashes)
+
+    @property
     def draft_settings(self) -> DraftSettings:
         """The limits under which the scheduler was trained."""
         return DraftSettings(self.depth, self.width, self.look_back, self.verified_sizes, self.ngram)
@@ -343,6 +353,8 @@ def _check_config(config: SchedulerConfig, where: Path) -> None:
         config.draft_settings  # noqa: B018  (its own checks of depth, width, sizes)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
+    if len(config.tokenizer_hashes.keys() - set(config.drafters)) != 1:
+        raise UserError(f"{where}: tokenizer_hashes must name the target and the drafters that are models.")
     _check_features(config, where)
     if bad := [width for width in config.hidden if width < 1]:
         raise UserError(f"{where}: hidden has a layer of width {bad[0]}; widths are 1 or more.")

@@ -204,6 +204,7 @@ def test_refuses_an_unknown_schema(tmp_path: Path, text: str) -> None:
         ({"ngram": {"max_mach": 4}}, "ngram.max_mach"),
         ({"rate_tokens_per_ms": 0.0}, "rate_tokens_per_ms is 0.0"),
         ({"cost_model": {}}, "cost_model_digest"),
+        ({"tokenizer_hashes": {"strong": "a" * 64}}, "tokenizer_hashes must name the target"),
         ({"hidden": [6, 0]}, "width 0"),
         ({"hidden": [6, 4]}, "layers.1.weight has shape [6, 3], expected [6, 4]"),
         ({"hidden": [6]}, "layers.2.bias, layers.2.weight, which config.json does not call for"),
