@@ -1,18 +1,23 @@
-"""Linear layers that read a few tokens at once as fast as memory allows, on CPU.
+"""Faster layers for a few tokens at a time on CPU, put into a loaded model in place of transformers' own.
 
-Verification multiplies a handful of rows with every weight of the target. PyTorch hands such products to a general
-matrix kernel that repacks the weights each time and costs up to five times one row's product for four rows; oneDNN
-with weights packed once reads them at memory speed (measured: benchmarks/linear_kernels.py).
+Decoding multiplies one to a dozen rows with every weight. PyTorch hands such products to a general matrix kernel that
+costs up to five times one row's product for four rows; oneDNN with weights packed once reads them at memory speed.
+What is left is the price of many small calls: projections of the same input are fused, norms become one call.
+Measured: benchmarks/engine.py. Any family's own forward works on with them; what a family does differently is left as
+it is.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-EXPECTED_ROWS = 8  # the layout is tuned for a verified tree; other sizes work too
+EXPECTED_ROWS = 8  # the packed layout is tuned for a verified tree; other sizes work too
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that transformers gives one input
 
 
 class PackedLinear(nn.Module):
-    """An inference-only replacement of ``nn.Linear``, holding its weights in oneDNN's blocked layout.
+    """An inference-only ``nn.Linear``, holding its weights in oneDNN's blocked layout.
 
     in: float [..., in_features]; out: float [..., out_features].
     """
@@ -22,11 +27,55 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         # an opaque layout that no state dict could hold: plain attributes, not buffers
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), EXPECTED_ROWS)
-        self.bias = bias
+        self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
+
+
+class _Fused:
+    """Linear layers of one input as one product; whoever asks first with a new input computes it for all."""
+
+    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+        weight = torch.cat([part.weight for part in parts])
+        bias = torch.cat([part.bias for part in parts]) if parts[0].bias is not None else None
+        self.linear = PackedLinear(weight, bias)
+        self.sizes = [part.out_features for part in parts]
+        self.input: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def part(self, number: int, x: Tensor) -> Tensor:
+        if x is not self.input:
+            self.input, self.outputs = x, self.linear(x).split(self.sizes, dim=-1)
+        out = self.outputs[number]
+        if number == len(self.sizes) - 1:
+            self.input, self.outputs = None, ()  # asked in order, so nobody needs them any more
+        return out
+
+
+class FusedPart(nn.Module):
+    """One of several linear layers that share their input (see ``_Fused``)."""
+
+    def __init__(self, fused: _Fused, number: int) -> None:
+        super().__init__()
+        self.fused = fused
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused.part(self.number, x)
+
+
+class FastRMSNorm(nn.Module):
+    """Root-mean-square norm as one call, [..., n] -> [..., n]."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -38,12 +87,41 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every ``nn.Linear`` below ``module`` whose weight can be packed, in place; the old weight is freed.
+@torch.inference_mode()
+def speed_up(module: nn.Module) -> None:
+    """Replace layers below ``module`` by faster ones of the same function, in place; old weights are freed.
 
     A weight that is shared (a head tied to the embedding) stays in memory for its other user.
     """
     for parent in list(module.modules()):
+        for names in SIBLINGS:
+            parts = [getattr(parent, name, None) for name in names]
+            if _can_fuse(parts):
+                fused = _Fused(parts)  # type: ignore[arg-type]
+                for number, name in enumerate(names):
+                    setattr(parent, name, FusedPart(fused, number))
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
+            elif (norm := _fast_norm(child)) is not None:
+                setattr(parent, name, norm)
+
+
+def _can_fuse(parts: Sequence[object]) -> bool:
+    layers = [part for part in parts if type(part) is nn.Linear and can_pack(part.weight)]
+    same = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
+    return len(layers) == len(parts) and len(same) == 1
+
+
+def _fast_norm(child: nn.Module) -> FastRMSNorm | None:
+    """A one-call norm for a family's RMSNorm, if it computes the same (Gemma's, say, adds one to the weight)."""
+    weight = getattr(child, "weight", None)
+    eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
+    if "RMSNorm" not in type(child).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    norm = FastRMSNorm(weight, eps)
+    probe = torch.linspace(-3, 2, 2 * weight.numel()).view(2, -1)
+    same = torch.allclose(norm(probe), child(probe), rtol=1e-5, atol=1e-6)
+    return norm if same else None

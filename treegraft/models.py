@@ -24,9 +24,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from treegraft.cpu_kernels import speed_up
 from treegraft.draft_vocabulary import read_draft_vocabulary, restrict_head
 from treegraft.errors import UserError
-from treegraft.linear import pack_linears
+from treegraft.lean import LeanForward, lean_forward
 from treegraft.sources import digest_of, locate, one_line, quiet_transformers
 from treegraft.tree import IntArray
 
@@ -93,6 +94,7 @@ class LanguageModel:
         draft_tokens: int64 [n], the tokens that the columns of its logits stand for, where its folder keeps only
             some of the head (see draft_vocabulary.py); None: column i is token i.
         folder: where it was loaded from.
+        lean: a faster forward than the module's own, where there is one for its kind (see lean.py).
         digest: sha256 over names and contents of the files it was loaded from.
     """
 
@@ -105,6 +107,7 @@ class LanguageModel:
     draft_tokens: IntArray | None
     folder: Path
     digest: str
+    lean: LeanForward | None = None
 
     @property
     def device(self) -> torch.device:
@@ -212,6 +215,46 @@ def load_model(
     refuse_recurrent(config, name)
     model_class = _causal_class(config)
     _refuse_without_positions(model_class, name)
+    module = _load_module(source, config, name, device, dtype, device_map)
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as below
+        raise UserError(f"model '{name}' cannot be loaded from {source}: {one_line(error)}") from error
+    draft_tokens = read_draft_vocabulary(source, name, int(config.vocab_size))
+    if draft_tokens is not None:
+        restrict_head(module, draft_tokens)
+    speed_up(module)
+    return LanguageModel(
+        name=name,
+        module=module,
+        tokenizer=tokenizer,
+        # Not len(tokenizer): that counts the tokens, and is too small where some ids are left out.
+        vocab_size=min(max(tokenizer.get_vocab().values()) + 1, config.vocab_size),
+        context_limit=context_limit(config, name),
+        eos_token_ids=eos_token_ids(config, module.generation_config, tokenizer),
+        draft_tokens=draft_tokens,
+        folder=folder,
+        digest=digest_of(folder),
+        lean=lean_forward(module),
+    )
+
+
+def load_stock(model: LanguageModel) -> PreTrainedModel:
+    """The same model once more, exactly as transformers runs it: for comparison with transformers' own decoding."""
+    source = locate(model.folder)
+    return _load_module(source, _load_config(source, model.name), model.name, model.device, model.dtype, None)
+
+
+def _load_module(
+    source: Path,
+    config: PretrainedConfig,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    device_map: str | dict[str, Any] | None,
+) -> PreTrainedModel:
+    """The weights of a folder in transformers' own class, for inference."""
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -219,7 +262,7 @@ def load_model(
                 config=config,
                 dtype=dtype,
                 # Eager attention takes the same 4-D masks; it is for the few families without an sdpa path.
-                attn_implementation="sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager",
+                attn_implementation="sdpa" if getattr(_causal_class(config), "_supports_sdpa", True) else "eager",
                 device_map=device_map,
                 output_loading_info=True,
                 local_files_only=True,
@@ -228,7 +271,6 @@ def load_model(
             module: PreTrainedModel = loaded[0]
             if device_map is None:
                 cast(torch.nn.Module, module).to(device)  # moves it in place
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"model '{name}' does not fit into the memory of {device}: use a smaller model or another device"
@@ -241,23 +283,7 @@ def load_model(
             f"model '{name}': the weights in {source} lack {len(lacking)} that config.json asks for, "
             f"first {lacking[0]}; the folder mixes two models or its download was cut off"
         )
-    module = module.eval().requires_grad_(False)
-    draft_tokens = read_draft_vocabulary(source, name, int(config.vocab_size))
-    if draft_tokens is not None:
-        restrict_head(module, draft_tokens)
-    pack_linears(module)
-    return LanguageModel(
-        name=name,
-        module=module,
-        tokenizer=tokenizer,
-        # Not len(tokenizer): that counts the tokens, and is too small where some ids are left out.
-        vocab_size=min(max(tokenizer.get_vocab().values()) + 1, config.vocab_size),
-        context_limit=context_limit(config, name),
-        eos_token_ids=eos_token_ids(config, module.generation_config, tokenizer),
-        draft_tokens=draft_tokens,
-        folder=folder,
-        digest=digest_of(folder),
-    )
+    return module.eval().requires_grad_(False)
 
 
 def context_limit(config: PretrainedConfig, name: str) -> int:

@@ -4,6 +4,7 @@ Both the decoder (target and drafters) and the value system drive their models t
 """
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ class ModelRunner:
     """A model with its KV cache.
 
     ``committed`` tokens of the text have their KV in slots [0, committed); slots behind them belong to nodes of the
-    current tree. ``tokens_processed`` counts every token that went through the model since ``reset``.
+    current tree. Since ``reset``, ``tokens_processed`` counts the tokens that went through the model and ``forward_ms``
+    the milliseconds until its forwards returned.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -39,6 +41,7 @@ class ModelRunner:
         self.cache.truncate(0)
         self.committed = 0
         self.tokens_processed = 0
+        self.forward_ms = 0.0
 
     def forget(self) -> None:
         """Drop the buffers: the next request starts from new ones."""
@@ -65,16 +68,23 @@ class ModelRunner:
         mask = torch.zeros(n, total, dtype=self.dtype)
         mask[:, total - window :].masked_fill_(torch.from_numpy(~visible), self._lowest)
         rows = np.arange(n)[keep] if isinstance(keep, slice) else np.asarray(keep, np.int64)
-        inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(tokens)[None].to(self.device),
-            "position_ids": torch.from_numpy(positions)[None].to(self.device),
-            "attention_mask": mask[None, None].to(self.device),
-            "cache": self.cache,
-            "use_cache": True,
-            "logits_to_keep": torch.from_numpy(rows).to(self.device),
-        }
+        ids, places, wanted = (torch.from_numpy(array).to(self.device) for array in (tokens, positions, rows))
+        mask = mask.to(self.device)
+        started = perf_counter()
+        if self.model.lean is not None:
+            logits = self.model.lean(ids, places, mask, self.cache, wanted)
+        else:
+            inputs: dict[str, Any] = {
+                "input_ids": ids[None],
+                "position_ids": places[None],
+                "attention_mask": mask[None, None],
+                "cache": self.cache,
+                "use_cache": True,
+                "logits_to_keep": wanted,
+            }
+            logits = self.model.module(**inputs).logits[0]
+        self.forward_ms += (perf_counter() - started) * 1000
         self.tokens_processed += n
-        logits: torch.Tensor = self.model.module(**inputs).logits[0]
         return logits
 
     def prefill(self, tokens: IntArray, keep_from: int | None = None) -> torch.Tensor:

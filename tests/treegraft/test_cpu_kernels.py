@@ -1,0 +1,148 @@
+"""Faster layers and the lean forward compute what transformers' own do."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tests.treegraft.tiny import tiny_tokenizer
+from treegraft.cpu_kernels import FusedPart, PackedLinear, speed_up
+from treegraft.lean import lean_forward
+from treegraft.models import LanguageModel
+from treegraft.runner import ModelRunner
+
+VOCAB = 40
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+LEAN: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, attention_bias=True)),
+    "llama with scaled rotations": (
+        LlamaForCausalLM,
+        LlamaConfig(
+            **SHAPE,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=None)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"})),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
+}
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "another order of norms": (Gemma2ForCausalLM, Gemma2Config(**SHAPE, pad_token_id=0)),
+    "scaled residuals": (GraniteForCausalLM, GraniteConfig(**SHAPE, residual_multiplier=0.5, attention_multiplier=0.3)),
+}
+
+
+def build(kinds: dict[str, tuple[Any, Any]], name: str) -> PreTrainedModel:
+    """A random model of a family; every weight differs from its usual start, biases and norms too."""
+    model_class, config = kinds[name]
+    generator = torch.Generator().manual_seed(1)
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = model_class(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(torch.empty(parameter.shape).normal_(0, 0.2, generator=generator))
+    return model.eval().requires_grad_(False)
+
+
+def language_model(module: PreTrainedModel, lean: bool) -> LanguageModel:
+    found = lean_forward(module) if lean else None
+    assert (found is not None) == lean
+    return LanguageModel("m", module, tiny_tokenizer(VOCAB), VOCAB, 128, (1,), None, folder=..., digest="", lean=found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_the_lean_forward_equals_the_models_own(name: str) -> None:
+    """A prompt, a tree with siblings behind it, the commit of one branch, another tree: the logits of both."""
+    stock = build(LEAN, name)
+    fast = copy.deepcopy(stock)
+    speed_up(fast)
+    runners = [ModelRunner(language_model(stock, lean=False)), ModelRunner(language_model(fast, lean=True))]
+    parents = np.array([0, 0, 0, 1, 2])
+    visible = np.eye(5, dtype=np.bool_)
+    for node in range(1, 5):
+        visible[node] |= visible[parents[node]]
+    results = []
+    for runner in runners:
+        runner.reset(32)
+        logits = [runner.prefill(np.arange(3, 20), 0)]
+        for tokens in ([5, 9, 11, 2, 7], [6, 8, 3, 30, 4]):
+            positions = runner.committed + visible.sum(1) - 1
+            logits.append(runner.forward(np.array(tokens), positions, visible, [0, 1, 3, 4]))
+            runner.commit([runner.committed, runner.committed + 2, runner.committed + 4])
+        results.append(torch.cat(logits))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
+    assert runners[0].cache.length == runners[1].cache.length == 17 + 6
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_keep_their_own_forward_and_its_result(name: str) -> None:
+    stock = build(OTHERS, name)
+    fast = copy.deepcopy(stock)
+    speed_up(fast)
+    assert lean_forward(fast) is None
+    tokens = torch.arange(2, 12)[None]
+    torch.testing.assert_close(fast(tokens).logits, stock(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_differs_inside_is_found_out() -> None:
+    """All parts are there, but the MLP computes something else: the probe says no."""
+    module = build(LEAN, "llama")
+    for layer in module.model.layers:
+        layer.mlp.act_fn = nn.GELU()
+    speed_up(module)
+    assert lean_forward(module) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_weights_give_the_same_product(rows: int, bias: bool) -> None:
+    linear = nn.Linear(24, 40, bias=bias)
+    x = torch.randn(2, rows, 24)
+    packed = PackedLinear(linear.weight, linear.bias)
+    torch.testing.assert_close(packed(x), linear(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_fused_layers_answer_in_any_order() -> None:
+    attention = nn.Module()
+    attention.q_proj, attention.k_proj, attention.v_proj = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+    own = copy.deepcopy(attention)
+    speed_up(attention)
+    assert isinstance(attention.k_proj, FusedPart)
+    one, two = torch.randn(3, 8), torch.randn(3, 8)
+    for name, x in (("k_proj", one), ("q_proj", one), ("q_proj", two), ("v_proj", one), ("k_proj", two)):
+        torch.testing.assert_close(getattr(attention, name)(x), getattr(own, name)(x).detach())
