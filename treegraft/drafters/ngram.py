@@ -16,6 +16,7 @@ from treegraft.settings import DraftSettings, NgramSettings
 from treegraft.tree import DraftTree, IntArray
 
 SCANNED_OCCURRENCES = 32  # newest occurrences of a suffix that are looked at; older ones hardly change the ranking
+HITS_MOVING, HITS_START = 0.1, 0.5  # weight of the newest token in the moving share of foreseen ones; its start
 TABLE_WEIGHT = 30.0  # observations of this request that weigh as much as the calibrated table
 
 
@@ -193,6 +194,7 @@ class NgramState:
         self.counts = NgramCounts(settings)
         self.calibrated = table
         self.table = table
+        self.hits = HITS_START
 
     def read(self, prompt: list[int]) -> None:
         """Note the prompt; how it repeats itself says little about the answer and is not counted."""
@@ -203,9 +205,21 @@ class NgramState:
         index, reach = self.index, self.index.settings.max_match
         for i, token in enumerate(tokens):
             limit = len(index.tokens)
-            self.counts.add(index.continuations(index.tokens[max(0, limit - reach) :], limit), token)
+            found = index.continuations(index.tokens[max(0, limit - reach) :], limit)
+            self.counts.add(found, token)
+            self.hits += HITS_MOVING * ((bool(found) and found[0].token == token) - self.hits)
             index.append([token], None if alternatives is None else [alternatives[i]])
         self.table = self.counts.table(self.calibrated, TABLE_WEIGHT)
+
+    def outlook(self) -> tuple[float, float, float]:
+        """Of the text's best continuation: its match as a share of the longest, its chance, and the late hits."""
+        index, reach = self.index, self.index.settings.max_match
+        limit = len(index.tokens)
+        found = index.continuations(index.tokens[max(0, limit - reach) :], limit, best_only=True)
+        if not found:
+            return 0.0, 0.0, self.hits
+        _, match, rank = found[0]
+        return match / reach, float(self.table[match - 1, rank]), self.hits
 
 
 class NgramDrafter:

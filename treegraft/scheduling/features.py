@@ -1,6 +1,7 @@
-"""What a scheduler sees: the published features of a scheduling state, each cheap and known online.
+"""What a scheduler sees of a scheduling state, each feature cheap and known online.
 
-With two drafters and depth 5 these are the paper's 17 inputs. Names are built here and nowhere else.
+The published ones come first: with two drafters and depth 5 they are the paper's 17 inputs. Names are built here and
+nowhere else.
 """
 
 import math
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treegraft.grafting import reselect
+from treegraft.scheduling.outlook import Outlook
 from treegraft.settings import DraftSettings
 from treegraft.tree import DraftTree
 
@@ -37,10 +39,11 @@ class SchedulingState:
     settings: DraftSettings
     max_depth: int
     costs: RequestCosts
+    outlook: Outlook
 
 
 def feature_names(depth: int, drafters: int) -> list[str]:
-    """Names in order for D = depth and m = drafters: 10 + (D + 2)(m - 1) of them."""
+    """Names in order for D = depth and m = drafters: the 10 + (D + 2)(m - 1) published ones, then 9 of our own."""
     strong = range(1, drafters)
     return [
         "log_prompt_tokens",
@@ -56,6 +59,15 @@ def feature_names(depth: int, drafters: int) -> list[str]:
         "lookback_share",
         "frontier_overlap",
         "reselected_score",
+        "log_answer_tokens",
+        "light_match",
+        "light_chance",
+        "light_hits",
+        "target_confidence",
+        "root_chance",
+        "tree_mass",
+        "frontier_mass",
+        "reselected_mass",
     ]
 
 
@@ -77,16 +89,27 @@ def features(state: SchedulingState) -> NDArray[np.float32]:
     again = reselect(tree, strong, settings, state.layer, state.max_depth) if strong else frontier
     depth = _mean(tree.depth[frontier])
     leaf_share = 1.0 - _mean(tree.has_children()[frontier])
-    debt = lookback = overlap = score = 0.0
+    chances = np.exp(tree.score[: tree.size])
+    debt = lookback = overlap = score = again_mass = 0.0
     if len(again):
         debt = depth - _mean(tree.depth[again])
         lookback = _mean(tree.layer[again] < state.layer - 1)
         overlap = len(set(again.tolist()).intersection(frontier.tolist())) / settings.width
         score = _mean(tree.score[again])
+        again_mass = float(chances[again].sum())
     calls = sum(action > 0 for action in state.prefix)
     position = [state.layer / settings.depth, calls / settings.depth]
     shape = [depth, leaf_share, debt, lookback, overlap, score]
-    return np.array([*cost_features(state.costs), *position, *called, *shape], np.float32)
+    outlook = state.outlook
+    text = [math.log1p(outlook.answer_tokens), outlook.match, outlook.chance, outlook.hits, outlook.confidence]
+    below_root = chances[1:][tree.parent[1 : tree.size] == 0]
+    mass = [
+        float(below_root.max()) if len(below_root) else 0.0,
+        float(chances[1:].sum()),
+        float(chances[frontier].sum()),
+        again_mass,
+    ]
+    return np.array([*cost_features(state.costs), *position, *called, *shape, *text, *mass], np.float32)
 
 
 def _mean(values: NDArray[Any]) -> float:

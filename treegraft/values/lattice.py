@@ -19,8 +19,9 @@ from treegraft.grafting import accepted_mass, graft, plan_call, verification_ord
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
 from treegraft.scheduling.features import RequestCosts, SchedulingState, features
+from treegraft.scheduling.outlook import OutlookTracker
 from treegraft.settings import DraftSettings
-from treegraft.tree import NOT_PROCESSED, DraftTree, IntArray
+from treegraft.tree import NOT_PROCESSED, DraftTree, FloatArray, IntArray
 from treegraft.values.states import code, offset, state_index
 
 
@@ -172,13 +173,20 @@ class Lattice:
 
     @torch.inference_mode()
     def evaluate(
-        self, text: IntArray, prompt_tokens: int, alternatives: IntArray, max_new_tokens: int, costs: RequestCosts
+        self,
+        text: IntArray,
+        prompt_tokens: int,
+        alternatives: IntArray,
+        confidence: FloatArray,
+        max_new_tokens: int,
+        costs: RequestCosts,
     ) -> Outcomes:
         """All schedules at every position of the answer.
 
         Args:
             text: int64 [S], prompt and the target's answer.
             alternatives: int64 [S - prompt_tokens, r], the target's likeliest tokens in place of each answer token.
+            confidence: float64 [S - prompt_tokens], the probability that the target gave to each answer token.
             max_new_tokens: the limit under which the answer was decoded, the context's end counted in; drafts end there
                 as the decoder's do.
         """
@@ -190,10 +198,15 @@ class Lattice:
         # schedules; the index answers for earlier positions too, the tables are kept.
         light = NgramState(self.settings.ngram, self.ngram_table)
         light.read(text[:prompt_tokens].tolist())
-        self.index, self.tables = light.index, [light.table]  # by committed tokens of the answer
-        for token, likely in zip(text[prompt_tokens:].tolist(), alternatives.tolist(), strict=True):
+        tracker = OutlookTracker(light if None in self.models else None)
+        # Both lists go by committed tokens of the answer.
+        self.index, self.tables, self.outlooks = light.index, [light.table], [tracker.now()]
+        answer = zip(text[prompt_tokens:].tolist(), alternatives.tolist(), confidence.tolist(), strict=True)
+        for token, likely, sure in answer:
             light.commit([token], [likely])
+            tracker.commit([sure])
             self.tables.append(light.table)
+            self.outlooks.append(tracker.now())
         for model in self.models:
             if model is not None:
                 model.begin(text, prompt_tokens)
@@ -228,8 +241,15 @@ class Lattice:
         return self._outcomes(branches, seen, first, count)
 
     def _state(self, branch: _Branch, layer: int, first: int) -> SchedulingState:
+        position = first + branch.at
         return SchedulingState(
-            branch.tree, layer, branch.prefix, self.settings, self._max_depth(first + branch.at), self.costs
+            branch.tree,
+            layer,
+            branch.prefix,
+            self.settings,
+            self._max_depth(position),
+            self.costs,
+            self.outlooks[position],
         )
 
     def _act(

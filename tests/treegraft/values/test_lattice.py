@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.treegraft.test_decoder import CHEAP, HALF, NEAR, OTHER, SETTINGS, TARGET, VOCAB, drafters, plain
+from tests.treegraft.reference import plain
+from tests.treegraft.test_decoder import CHEAP, HALF, NEAR, OTHER, SETTINGS, TARGET, VOCAB, drafters
 from tests.treegraft.tiny import cost_model
 from treegraft.costs import LatencyCurve
 from treegraft.decoder import Decoder
 from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters import LanguageModelDrafter
-from treegraft.drafters.ngram import prior_table
+from treegraft.drafters.ngram import NgramState, prior_table
 from treegraft.grafting import accepted_mass, verification_order
 from treegraft.models import LanguageModel
 from treegraft.scheduling.features import RequestCosts, SchedulingState, feature_names, features
+from treegraft.scheduling.outlook import Outlook
 from treegraft.scheduling.policy import FixedSchedule
 from treegraft.tree import NOT_PROCESSED, DraftTree
 from treegraft.values.lattice import Lattice, Outcomes
@@ -34,7 +36,33 @@ def lattice_outcomes(kinds: str, text: np.ndarray, chunk: int, dtype: torch.dtyp
     models = [MODELS[kind] for kind in kinds]
     vocabulary = [DraftVocabulary(VOCAB) if model is None else check_vocabularies(TARGET, model) for model in models]
     lattice = Lattice(SETTINGS, models, vocabulary, [1.0] * m, prior_table(SETTINGS.ngram), chunk)
-    return lattice.evaluate(text, len(PROMPT), alternatives(text), COUNT, costs)
+    return lattice.evaluate(text, len(PROMPT), alternatives(text), confidence(text), COUNT, costs)
+
+
+def confidence(text: np.ndarray) -> np.ndarray:
+    """The probability that the target gave to each answer token, from one forward over the whole text."""
+    with torch.inference_mode():
+        logits = TARGET.module(torch.from_numpy(text)[None]).logits[0, len(PROMPT) - 1 : -1]
+    return logits.double().softmax(-1).numpy()[np.arange(len(logits)), text[len(PROMPT) :]]
+
+
+def outlook(kinds: str, text: np.ndarray, position: int) -> Outlook:
+    """What the text up to a position says, counted anew from its beginning."""
+    hits = sure = 0.5
+    state = NgramState(SETTINGS.ngram, prior_table(SETTINGS.ngram))
+    state.read(PROMPT)
+    likely, chances = alternatives(text), confidence(text)
+    for i, token in enumerate(text[len(PROMPT) : len(PROMPT) + position].tolist()):
+        read = state.index.tokens
+        best = state.index.continuations(read[-3:], len(read), best_only=True)
+        hits = 0.9 * hits + 0.1 * (bool(best) and best[0].token == token)
+        sure = 0.9 * sure + 0.1 * chances[i]
+        state.commit([token], likely[i : i + 1].tolist())
+    if "n" not in kinds:
+        return Outlook(position, 0.0, 0.0, 0.5, sure)
+    best = state.index.continuations(state.index.tokens[-3:], len(state.index.tokens), best_only=True)
+    chance = state.table[best[0].match - 1, 0] if best else 0.0
+    return Outlook(position, best[0].match / 3 if best else 0.0, chance, hits, sure)
 
 
 def alternatives(text: np.ndarray) -> np.ndarray:
@@ -72,9 +100,10 @@ def naive(kinds: str, text: np.ndarray) -> Outcomes:
                     member.runner.prefill(text[:root])
             tree = DraftTree(int(text[root]), m)
             max_depth = COUNT - position - 1
+            seen = outlook(kinds, text, position)
             for layer, action in enumerate(plan, 1):
                 prefix = tuple(plan[: layer - 1])
-                state = SchedulingState(tree, layer, prefix, SETTINGS, max_depth, costs)
+                state = SchedulingState(tree, layer, prefix, SETTINGS, max_depth, costs, seen)
                 out.features[position, state_index(prefix, m)] = features(state)
                 if max_depth < 1:
                     continue
