@@ -58,7 +58,7 @@ class DrafterRecipe:
     matched: tuple[int, ...] = (1, 2, 4, 5, 6, 8)
     """Student layers whose output shall be the target's state, one for each of `teacher.hidden_after`."""
     teacher: TeacherRecipe = field(default_factory=TeacherRecipe)
-    self_shards: int = 8
+    self_shards: int = 9
     """Batches of self-written chats, beside the batches that hold the given prompts."""
     given_row_tokens: int = 384
     """Chat length of given prompts; one that leaves no 80 tokens for an answer is left out."""
@@ -66,9 +66,9 @@ class DrafterRecipe:
     """Chats that the closed-form fit reads; 0 leaves the copied layers as they are."""
     fit_ridge: float = 1e-3
     """Pull towards the copied projection, as a share of the mean squared feature."""
-    match_steps: int = 300
+    match_steps: int = 120
     """Steps on hidden states alone; the rest is on hidden states and next tokens."""
-    total_steps: int = 2000
+    total_steps: int = 1250
     batch_rows: int = 2
     """Chats in one step."""
     learning_rate: float = 6e-4

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from pipeline.labelled import decide
 from pipeline.methods import Bench, Method, make_methods, prepare
 from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
+from pipeline.strong_depth import StrongDepth, tune_strong_depth
+
+TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,17 +40,32 @@ def run(config: "PairConfig") -> None:
     from datetime import UTC, datetime
 
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    prompts = select_prompts(config.prompts.sources, config.label)["test"]
+    splits = select_prompts(config.prompts.sources, config.label)
+    prompts = splits["test"]
     bench = prepare(config)
-    methods = make_methods(bench)
     scratch = _scratch(config, prompts)
+    strong = tuned_strong(bench, splits["validation"], scratch / "strong.json")
+    methods = make_methods(bench, strong)
     rows = measure(bench, methods, prompts, scratch / "turns.jsonl")
-    summary = summarize(bench, rows)
+    summary = summarize(bench, strong, rows)
     summary |= {"started": started, "ended": datetime.now(UTC).isoformat(timespec="seconds")}
     with replacing_folder(config.paths.evaluation) as folder:
         write_text(folder / "runs.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
         write_json(folder / "summary.json", summary)
     shutil.rmtree(scratch)
+
+
+def tuned_strong(bench: Bench, prompts: list[Prompt], path: Path) -> StrongDepth:
+    """The best depth of the strong drafter alone, measured on some validation prompts, or as ``path`` has it."""
+    from treegraft.pair import encode_turns
+    from treegraft.values.replay import joint_rate, replay_fixed
+
+    if not path.exists():
+        plan = (len(bench.config.drafters) - 1,) * bench.config.decoding.depth
+        guess = joint_rate([replay_fixed(bench.tables["train"], plan)])
+        some = [encode_turns(bench.models.target, prompt.turns[:1], []) for prompt in prompts[::TUNING_STRIDE]]
+        write_json(path, asdict(tune_strong_depth(bench, some, guess)))
+    return StrongDepth(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def measure(bench: Bench, methods: dict[str, Method], prompts: list[Prompt], turns: Path) -> list[dict[str, Any]]:
@@ -55,7 +74,7 @@ def measure(bench: Bench, methods: dict[str, Method], prompts: list[Prompt], tur
     Later turns follow on plain decoding's answers, so that all methods see the same text. ``turns`` gets one line a
     finished turn, so a kill costs the turn it falls into and nothing else.
     """
-    from pipeline.pair import encode_turns
+    from treegraft.pair import encode_turns
 
     config = bench.config
     done = {(turn["prompt_id"], turn["turn"]): turn for turn in read_jsonl(turns)}
@@ -121,7 +140,7 @@ def _logit_gap(bench: Bench, text: list[int], one: int, other: int) -> float:
     return abs(float(logits[one] - logits[other]))
 
 
-def summarize(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(bench: Bench, strong: StrongDepth, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the report needs besides the runs: identity, replay, calibration, provenance."""
     from pipeline.pair import machine
 
@@ -129,7 +148,7 @@ def summarize(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     others = [row for row in rows if row["method"] not in ("plain", "hf_prompt_lookup", "hf_assisted")]
     apart = [row["divergence"] for row in others if row["divergence"] is not None]
     gaps = [divergence["logit_gap"] for divergence in apart if divergence["logit_gap"] is not None]
-    about = machine(config, bench.models)
+    about = machine(config)
     return {
         "device": about,
         "settings": {
@@ -139,6 +158,7 @@ def summarize(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
             "target": config.target.name,
             "drafters": [drafter.name for drafter in config.drafters],
             "best_fixed": list(bench.scheduler.best_fixed),
+            "strong_depth": strong.depth,
         },
         "identity": {
             "dtype": about["dtype"],
@@ -235,7 +255,7 @@ def _scratch(config: "PairConfig", prompts: list[Prompt]) -> Path:
     code = [
         *sorted(Path(treegraft.__path__[0]).rglob("*.py")),
         Path(__file__),
-        *map(Path(__file__).with_name, ("methods.py", "pair.py")),
+        *map(Path(__file__).with_name, ("hf_methods.py", "methods.py", "pair.py", "strong_depth.py")),
     ]
     manifests = [config.paths.manifest("fetch"), config.paths.manifest("draft"), config.paths.traces / "manifest.json"]
     parts = {

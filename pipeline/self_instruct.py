@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, apply_rotary_pos_emb
 
 from pipeline.files import replacing
-from treegraft.linear import PackedLinear, can_pack
+from treegraft.cpu_kernels import PackedLinear, can_pack
 
 OPENINGS: dict[str, tuple[str, ...]] = {
     "chat": (
@@ -109,7 +109,7 @@ class TeacherRecipe:
     """Length of one chat, system prompt included."""
     batch_rows: int = 128
     """Chats decoded together; one shard file holds one batch. Its cache takes 1.5 GB of memory."""
-    answer_tokens: int = 128
+    answer_tokens: int = 160
     """Longest greedy answer; a longer one is cut and the chat goes on with another turn."""
     user_tokens: int = 56
     """Longest self-written user turn."""

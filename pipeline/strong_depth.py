@@ -1,0 +1,44 @@
+"""Tunes the baseline that drafts with the strong drafter alone: in how many layers it pays to draft.
+
+The method can stop calling; a baseline that always drafts to the method's depth would be easy to beat.
+"""
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from pipeline.progress import progress
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.methods import Bench
+
+TOKENS = 32  # decoded of each prompt at each depth, twice: the first time finds the rate
+
+
+@dataclass(frozen=True)
+class StrongDepth:
+    """The depth that was fastest on validation prompts, and its rate for the verified-size rule."""
+
+    depth: int
+    tokens_per_ms: float
+
+
+def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", guess: float) -> StrongDepth:
+    """Measure every depth on ``prompts`` (token ids, int64 [n] each); guess: tokens per ms to begin with."""
+    from treegraft.api import make_decoder
+    from treegraft.scheduling.policy import never
+
+    last = len(bench.config.drafters) - 1
+    tried = []
+    for depth in progress(range(1, bench.config.decoding.depth + 1), desc="evaluate, strong baseline", unit="depth"):
+        rate = guess
+        for _ in range(2):
+            decoder = make_decoder(bench.models, bench.scheduler, never(), rate, [last], depth=depth)
+            tokens, started = 0, perf_counter()
+            for prompt in prompts:
+                tokens += decoder.generate(prompt.tolist(), TOKENS).metrics.tokens
+            rate = tokens / ((perf_counter() - started) * 1000)
+        tried.append(StrongDepth(depth, rate))
+    return max(tried, key=lambda one: one.tokens_per_ms)
