@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pipeline.stages import STAGES, Stage, write_sections
 from treegraft.errors import UserError
@@ -26,9 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
+        if options.stage == "validate":
+            return _validate(options.folder)
         if options.stage == "all":
             return _run_all(options.pair, options.set)
-        return _run_stage(STAGES[options.stage], options.pair, options.set, rebuild=getattr(options, "rebuild", False))
+        return _run_stage(
+            STAGES[options.stage],
+            options.pair,
+            options.set,
+            rebuild=getattr(options, "rebuild", False),
+            plan=getattr(options, "plan", False),
+        )
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -39,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("The disk is full; earlier results are whole: make room and run the same command again.")
 
 
-def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bool) -> int:
+def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bool, plan: bool) -> int:
     from pipeline.params import load_pair
 
     config = load_pair(pair, overrides)
@@ -53,6 +62,10 @@ def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bo
         from pipeline.draft import rebuild as rebuild_drafter
 
         rebuild_drafter(config)
+    elif plan:
+        from pipeline.label_plan import run as print_plan
+
+        print_plan(config)
     else:
         stage.run()(config)
         write_sections(config, stage.sections)
@@ -71,6 +84,17 @@ def _run_all(pair: str, overrides: Sequence[str]) -> int:
         if code != 0:
             return code
     return 0
+
+
+def _validate(folder: Path) -> int:
+    """Every fault of a trace folder on standard output, one a line, or that there is none."""
+    from treegraft.values.validation import validate_traces
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder.")
+    faults, summary = validate_traces(folder)
+    print("\n".join(faults or [summary]))
+    return EXIT_USER_ERROR if faults else 0
 
 
 def _call(command: Sequence[str]) -> int:
@@ -129,12 +153,23 @@ def _parser() -> argparse.ArgumentParser:
                 action="store_true",
                 help="train the distilled drafter's layers anew (long) and overwrite its file in data/drafters/",
             )
+        if stage.name == "label":
+            command.add_argument(
+                "--plan", action="store_true", help="only say what would be done and about what it would cost"
+            )
     everything = commands.add_parser(
         "all",
         help="all stages in this order, each in its own process",
         description=f"Run {', '.join(STAGES)}; stops at the first that fails, with its exit code.",
     )
     _add_common(everything)
+    validate = commands.add_parser(
+        "validate",
+        help="check a trace folder and list all its faults",
+        description="Check both tables of a trace folder, such as data/traces/<pair>: columns, types, values, keys, "
+        "splits and bytes. Lists every fault with its place; exit code 2 if there is one.",
+    )
+    validate.add_argument("folder", type=Path, help="a folder that stage traces wrote, or a copy of one")
     return parser
 
 

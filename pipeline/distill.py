@@ -323,7 +323,7 @@ def read_inputs(config: "PairConfig") -> Inputs:
         UserError: they are missing, incomplete, not finite, or were made with other drafters, depth or features.
     """
     from treegraft.values.replay import best_fixed
-    from treegraft.values.traces import read_traces
+    from treegraft.values.validation import read_validated
 
     folder, redo = config.paths.traces, f"run `pipeline traces {config.slug}` again"
     if len(config.drafters) < 2:
@@ -332,7 +332,7 @@ def read_inputs(config: "PairConfig") -> Inputs:
         )
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist; run `pipeline traces {config.slug}` first.")
-    tables = {split: read_traces(folder, split) for split in ("train", "validation", "test")}
+    tables = read_validated(folder)
     for split, table in tables.items():
         _check_tables(config, table, f"{folder}, {split}", redo)
     return Inputs(
@@ -347,9 +347,7 @@ def read_inputs(config: "PairConfig") -> Inputs:
 
 
 def _check_tables(config: "PairConfig", tables: "OutcomeTables", where: str, redo: str) -> None:
-    """Settings, feature names and values of one split."""
-    import numpy as np
-
+    """Settings and feature names of one split."""
     from treegraft.scheduling.features import feature_names
 
     settings, drafters = config.decoding.settings(), len(config.drafters)
@@ -362,14 +360,6 @@ def _check_tables(config: "PairConfig", tables: "OutcomeTables", where: str, red
     ):
         if wanted != found:
             raise UserError(f"{where}: these traces were made with other {what} ({found}, now {wanted}); {redo}.")
-    for name, values in (("features", tables.features), ("margins", tables.margins), ("visits", tables.visits)):
-        if bad := int((~np.isfinite(values)).sum()):
-            at = [int(index) for index in np.argwhere(~np.isfinite(values))[0]]
-            column = f", feature {names[at[-1]]}" if name == "features" else ""
-            raise UserError(
-                f"{where}: {bad} of {values.size} {name} are NaN or infinite, the first at position {at[0]}, state "
-                f"{at[1]}{column}; {redo}."
-            )
 
 
 def _tokenizers(path: Path, redo: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,17 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def scratch_name(work: Any) -> str:
+    """The name of the scratch folder for ``work`` (anything JSON can hold)."""
+    return hashlib.sha256(json_text(work).encode()).hexdigest()[:16]
+
+
 def scratch_folder(root: Path, work: Any) -> Path:
     """The folder below ``root`` for half-done ``work`` (anything JSON can hold); what other work left there is removed.
 
     Equal work, whenever it is started, finds its own pieces again and never another's.
     """
-    folder = root / hashlib.sha256(json_text(work).encode()).hexdigest()[:16]
+    folder = root / scratch_name(work)
     if root.is_dir():
         for other in root.iterdir():
             if other != folder:
@@ -78,6 +84,22 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
+
+
+def write_shared(path: Path, data: bytes) -> None:
+    """``write_bytes`` for a file that several processes may write at once, all of them with the same content.
+
+    Each has a temporary name of its own. The folder must be there: where others have removed it, this fails.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_bytes(data)
+        _flush(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _flush(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -114,12 +136,16 @@ def read_json(path: Path, mend: str) -> dict[str, Any]:
 
 
 def write_json_if_changed(path: Path, value: Any) -> bool:
-    """``write_json``, but a file that holds these bytes already is not touched. Returns whether it was written."""
-    text = json_text(value)
+    """``write_json``, but a file that holds these bytes already is not touched. Returns whether it was written.
+
+    All workers of a stage may do so at once.
+    """
+    data = json_text(value).encode()
     with contextlib.suppress(FileNotFoundError):
-        if path.read_bytes() == text.encode():
+        if path.read_bytes() == data:
             return False
-    write_text(path, text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_shared(path, data)
     return True
 
 

@@ -6,26 +6,50 @@ Writes data/outcomes/<pair>/::
     calibration.json                 n-gram chances and drafter temperatures, fitted on the training answers
     manifest.json                    the list of turns, in order
 
-Answers and outcomes are first kept one file a turn in the scratch folder; a killed run goes on with what is missing.
+The work is split into claims of one prompt each, which any number of workers share through the scratch folder
+(``pipeline.claims``, ``pipeline.executors``)::
+
+    .treegraft/<pair>/label/<digest of all that results depend on>/
+        machine.json                 what the workers' machines must have in common
+        answers/<turn>.json          the target's answer to one turn
+        calibration.json
+        outcomes/<split>/<file>.npz  one turn, as it will be published
+        claims/                      who is at what
+
+Whoever wrote a file there, its bytes are the same, so a killed run goes on with what is missing.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import read_json, replacing_folder, scratch_folder, write_bytes, write_json
-from pipeline.progress import log, progress
+from pipeline.claims import Piece, Share, work_through
+from pipeline.executors import execute
+from pipeline.files import (
+    json_text,
+    read_json,
+    replacing_folder,
+    scratch_folder,
+    scratch_name,
+    write_bytes,
+    write_json,
+    write_shared,
+)
+from pipeline.progress import Meter, progress
 from pipeline.prompts import SPLITS, Prompt, select_prompts
+from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pipeline.pair import PairModels
     from pipeline.params import PairConfig
+    from treegraft.pair import PairModels
     from treegraft.values.calibration import Calibration
 
 SCHEMA = 1
@@ -45,6 +69,8 @@ class Turn:
     prompt_tokens: int
     alternatives: "np.ndarray"
     """int64 [S - prompt_tokens, r]: the target's likeliest tokens in place of each answer token."""
+    confidence: "np.ndarray"
+    """float64 [S - prompt_tokens]: the probability that the target gave to each answer token."""
 
     @property
     def id(self) -> str:
@@ -61,20 +87,13 @@ class Turn:
 
 
 def run(config: "PairConfig") -> None:
-    """Answer the prompts, calibrate, evaluate all schedules, publish."""
-    from pipeline.pair import load_pair_models
+    """Answer the prompts, calibrate, evaluate all schedules, publish; who works is up to ``label.executor``."""
+    execute(make_job(config))
 
+
+def make_job(config: "PairConfig") -> "LabelJob":
+    """The labelling that ``config`` asks for; nothing is done yet."""
     prompts = select_prompts(config.prompts.sources, config.label)
-    models = load_pair_models(config)
-    scratch = _scratch(config, prompts)
-    turns = answer(config, models, prompts, scratch)
-    calibration = calibrate(config, models, turns, scratch)
-    evaluate(config, models, calibration, turns, scratch)
-    publish(config, turns, calibration, scratch)
-
-
-def _scratch(config: "PairConfig", prompts: dict[str, list[Prompt]]) -> Path:
-    """The scratch folder of exactly this work; what another configuration left is removed."""
     manifests = [
         path.read_text(encoding="utf-8") for path in map(config.paths.manifest, ("fetch", "draft")) if path.exists()
     ]
@@ -83,11 +102,11 @@ def _scratch(config: "PairConfig", prompts: dict[str, list[Prompt]]) -> Path:
         "models": manifests,
         "machine": [config.device, config.dtype, config.threads],
         "decoding": config.decoding.model_dump(mode="json"),
-        "label": config.label.model_dump(mode="json"),
+        "label": config.label.model_dump(mode="json", exclude={"executor", "workers"}),
         "prompts": {split: [[p.id, list(p.turns)] for p in of_split] for split, of_split in prompts.items()},
         "code": _code_digest(),
     }
-    return scratch_folder(config.paths.scratch("label"), parts)
+    return LabelJob(config, [(split, prompt) for split in SPLITS for prompt in prompts[split]], parts)
 
 
 def _code_digest() -> str:
@@ -98,51 +117,199 @@ def _code_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def answer(config: "PairConfig", models: "PairModels", prompts: dict[str, list[Prompt]], scratch: Path) -> list[Turn]:
-    """The target's greedy answer to every turn; the n-gram drafter speeds it up without changing it."""
-    import numpy as np
+@dataclasses.dataclass(frozen=True)
+class LabelJob:
+    """One labelling, as ``pipeline.executors`` wants it."""
 
-    from pipeline.pair import encode_turns, make_drafters
+    config: "PairConfig"
+    prompts: list[tuple[str, Prompt]]
+    """With their splits, training first."""
+    parts: dict[str, Any]
+    """All that results depend on."""
+
+    @property
+    def scratch(self) -> Path:
+        """Folder of half-done work."""
+        return self.config.paths.scratch("label") / scratch_name(self.parts)
+
+    def begin(self) -> None:
+        """Make the scratch folder; what another configuration left is removed."""
+        scratch = scratch_folder(self.config.paths.scratch("label"), self.parts)
+        for folder in ("answers", *(f"outcomes/{split}" for split in SPLITS)):
+            (scratch / folder).mkdir(parents=True, exist_ok=True)
+        claims = scratch / "claims"  # the last one: it tells other workers that all is ready
+        claims.mkdir(exist_ok=True)
+        for old in claims.glob("arrived-*"):
+            old.unlink(missing_ok=True)
+
+    def work(self, share: Share, device: str, *, shown: bool) -> None:
+        """Answers, then the calibration on them, then all schedules."""
+        config = self.config.model_copy(update={"device": device})
+
+        @functools.cache
+        def models() -> "PairModels":
+            return load_alike(config, self.scratch, share)
+
+        def meter(desc: str) -> Callable[[int, int], None]:
+            return Meter(f"label, {desc}") if shown else lambda done, total: None
+
+        work_through(self.answer_pieces(models), share, meter("answers"))
+        turns = [turn for split, prompt in self.prompts for turn in self.turns_of(split, prompt)]
+        work_through([self.calibration_piece(models, turns)], share)
+        work_through(self.schedule_pieces(models, turns), share, meter("schedules"))
+
+    def answer_file(self, prompt: Prompt, number: int) -> Path:
+        """Where the answer to one turn is kept."""
+        return self.scratch / "answers" / (hashlib.sha256(f"{prompt.id}/{number}".encode()).hexdigest()[:24] + ".json")
+
+    def outcomes_file(self, turn: Turn) -> Path:
+        """Where the outcomes of one turn are kept."""
+        return self.scratch / "outcomes" / turn.file
+
+    def answer_pieces(self, models: "Callable[[], PairModels]") -> list[Piece]:
+        """One a prompt: the target's greedy answers to its turns."""
+
+        def piece(split: str, prompt: Prompt) -> Piece:
+            files = [self.answer_file(prompt, number) for number in range(len(prompt.turns))]
+            return Piece(
+                name="answers-" + files[0].stem,
+                is_done=lambda: all(path.exists() for path in files),
+                work=lambda: answer(self.config, models(), prompt, files),
+                size=lambda: sum(len(turn.alternatives) for turn in self.turns_of(split, prompt)),
+                most=len(files) * self.config.label.max_new_tokens,
+            )
+
+        return [piece(split, prompt) for split, prompt in self.prompts]
+
+    def turns_of(self, split: str, prompt: Prompt) -> list[Turn]:
+        """The answered turns of a prompt."""
+        return [self.turn_of(split, prompt, number) for number in range(len(prompt.turns))]
+
+    def turn_of(self, split: str, prompt: Prompt, number: int) -> Turn:
+        """One turn that ``answer`` has answered."""
+        import numpy as np
+
+        stored = json.loads(self.answer_file(prompt, number).read_text(encoding="utf-8"))
+        text = np.array(stored["prompt"] + stored["answer"], np.int64)
+        alternatives = np.array(stored["alternatives"], np.int64).reshape(len(stored["answer"]), -1)
+        confidence = np.array(stored["confidence"], np.float64)
+        return Turn(split, prompt, number, text, len(stored["prompt"]), alternatives, confidence)
+
+    def calibration_piece(self, models: "Callable[[], PairModels]", turns: list[Turn]) -> Piece:
+        """Fitted once, by the first worker that comes to it."""
+        path = self.scratch / "calibration.json"
+        return Piece("calibration", path.exists, lambda: calibrate(self.config, models(), turns, path))
+
+    def schedule_pieces(self, models: "Callable[[], PairModels]", turns: list[Turn]) -> list[Piece]:
+        """One a prompt: all schedules at every position of its answers."""
+        of_prompt: dict[str, list[Turn]] = {}
+        for turn in turns:
+            of_prompt.setdefault(turn.prompt.id, []).append(turn)
+
+        def piece(turns: list[Turn]) -> Piece:
+            files = [self.outcomes_file(turn) for turn in turns]
+            positions = sum(len(turn.alternatives) for turn in turns)
+            return Piece(
+                name="schedules-" + self.answer_file(turns[0].prompt, 0).stem,
+                is_done=lambda: all(path.exists() for path in files),
+                work=lambda: evaluate(self.config, models(), self.calibration(), turns, files),
+                size=lambda: positions,
+                most=positions,
+            )
+
+        return [piece(turns) for turns in of_prompt.values()]
+
+    def calibration(self) -> "Calibration":
+        """The calibration that was fitted."""
+        from treegraft.values.calibration import Calibration
+
+        return Calibration.from_json(json.loads((self.scratch / "calibration.json").read_text(encoding="utf-8")))
+
+    def publish(self) -> None:
+        """Put the finished outcomes in place of the earlier ones."""
+        config = self.config
+        turns = [turn for split, prompt in self.prompts for turn in self.turns_of(split, prompt)]
+        entries: list[dict[str, Any]] = [
+            {
+                "id": turn.id,
+                "kind": turn.prompt.kind,
+                "split": turn.split,
+                "file": turn.file,
+                "prompt_tokens": turn.prompt_tokens,
+                "answer_tokens": len(turn.text) - turn.prompt_tokens,
+            }
+            for turn in turns
+        ]
+        manifest = {
+            "schema": SCHEMA,
+            "pair": config.slug,
+            "drafters": [drafter.name for drafter in config.drafters],
+            "decoding": config.decoding.model_dump(mode="json"),
+            "max_new_tokens": config.label.max_new_tokens,
+            "turns": entries,
+        }
+        with replacing_folder(config.paths.outcomes) as folder:
+            for turn in turns:
+                write_bytes(folder / turn.file, self.outcomes_file(turn).read_bytes())
+            write_json(folder / "calibration.json", self.calibration().to_json())
+            write_json(folder / "manifest.json", manifest)
+
+    def retire(self) -> None:
+        """Remove the scratch folder, for other workers in one step."""
+        gone = self.scratch.with_name(self.scratch.name + ".old")
+        self.scratch.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)  # what is left of it goes when the next work begins
+
+
+def load_alike(config: "PairConfig", scratch: Path, share: Share) -> "PairModels":
+    """The pair's models; UserError on a machine that could round otherwise than the one that began the work."""
+    from pipeline.pair import load_pair_models, machine
+
+    here = machine(config)
+    path = scratch / "machine.json"
+    work_through([Piece("machine", path.exists, lambda: write_shared(path, json_text(here).encode()))], share)
+    there = json.loads(path.read_text(encoding="utf-8"))
+    for key in ("device", "name", "threads", "dtype", "versions"):
+        if there[key] != here[key]:
+            raise UserError(
+                f"The work in {scratch} was begun with {key} {there[key]}, but this worker has {here[key]}, so its "
+                "results could differ in the last digits: use equal workers, or remove that folder to begin anew."
+            )
+    return load_pair_models(config)
+
+
+def answer(config: "PairConfig", models: "PairModels", prompt: Prompt, files: list[Path]) -> None:
+    """The target's greedy answers to a prompt's turns; the n-gram drafter speeds it up without changing it."""
     from treegraft.decoder import Decoder
+    from treegraft.pair import encode_turns, make_drafters
     from treegraft.scheduling.policy import never
 
     light = [i for i, model in enumerate(models.drafters) if model is None]
-    drafters = make_drafters(models, config, None, light)
     settings = dataclasses.replace(config.decoding.settings(), verified_sizes=(SAFE_NODES,))
-    decoder = Decoder(models.target, drafters, never(), settings)
-    turns: list[Turn] = []
-    work = [(split, prompt) for split in SPLITS for prompt in prompts[split]]
-    for split, prompt in progress(work, desc="label, answers", unit="prompt"):
-        answers: list[str] = []
-        for number in range(len(prompt.turns)):
-            path = scratch / "answers" / (hashlib.sha256(f"{prompt.id}/{number}".encode()).hexdigest()[:24] + ".json")
-            if path.exists():
-                stored = json.loads(path.read_text(encoding="utf-8"))
-            else:
-                tokens = encode_turns(models.target, prompt.turns, answers)
-                generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens)
-                stored = {
-                    "prompt": tokens.tolist(),
-                    "answer": generated.tokens,
-                    "alternatives": generated.alternatives.tolist(),
-                    "text": generated.text,
-                }
-                write_json(path, stored)
-            answers.append(stored["text"])
-            text = np.array(stored["prompt"] + stored["answer"], np.int64)
-            alternatives = np.array(stored["alternatives"], np.int64).reshape(len(stored["answer"]), -1)
-            turns.append(Turn(split, prompt, number, text, len(stored["prompt"]), alternatives))
-    return turns
+    answers: list[str] = []
+    for path in files:
+        if not path.exists():
+            # A decoder of its own: buffers grown by earlier turns would make results depend on who did what before.
+            drafters = make_drafters(models, settings.ngram, None, light)
+            decoder = Decoder(models.target, drafters, never(), settings)
+            tokens = encode_turns(models.target, prompt.turns, answers)
+            generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens)
+            stored = {
+                "prompt": tokens,
+                "answer": generated.tokens,
+                "alternatives": generated.alternatives,
+                "confidence": generated.confidence,
+                "text": generated.text,
+            }
+            write_shared(path, json_text(stored).encode())
+        answers.append(json.loads(path.read_text(encoding="utf-8"))["text"])
 
 
-def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], scratch: Path) -> "Calibration":
-    """Fit the scores' calibration on training answers only."""
+def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], path: Path) -> None:
+    """Fit the scores' calibration on training answers only and write it to ``path``."""
     from treegraft.runner import ModelRunner
     from treegraft.values.calibration import Calibration, NgramFit, TemperatureFit
 
-    path = scratch / "calibration.json"
-    if path.exists():
-        return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
     training = [turn for turn in turns if turn.split == "train"]
     ngrams = NgramFit(config.decoding.settings().ngram)
     for turn in training:
@@ -161,8 +328,7 @@ def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], scr
                     fit.add(logits[:, : vocabulary.size], vocabulary.columns_of(text[turn.prompt_tokens :]))
         temperatures.append(fit.temperature())
     calibration = Calibration(ngrams.table().round(6), tuple(temperatures))
-    write_json(path, calibration.to_json())
-    return calibration
+    write_shared(path, json_text(calibration.to_json()).encode())
 
 
 def evaluate(
@@ -170,31 +336,30 @@ def evaluate(
     models: "PairModels",
     calibration: "Calibration",
     turns: list[Turn],
-    scratch: Path,
+    files: list[Path],
 ) -> None:
-    """All schedules at every position of every answer, one scratch file a turn."""
+    """All schedules at every position of some answers, one file a turn; those that are there are left alone."""
     from treegraft.scheduling.features import RequestCosts
     from treegraft.values.lattice import Lattice, Outcomes
 
-    lattice = Lattice(
-        config.decoding.settings(),
-        models.drafters,
-        models.vocabulary,
-        calibration.temperatures,
-        calibration.ngram_table,
-        config.label.tokens_per_forward,
-    )
-    missing = [turn for turn in turns if not (scratch / "outcomes" / turn.file).exists()]
-    done = len(turns) - len(missing)
-    if done:
-        log(f"label: {done} of {len(turns)} turns were evaluated by an earlier run")
-    for turn in progress(missing, total=len(turns), desc="label, schedules", initial=done, unit="turn"):
+    for turn, path in zip(turns, files, strict=True):
+        if path.exists():
+            continue
+        # One of its own for each turn, for the same reason as the decoder's above.
+        lattice = Lattice(
+            config.decoding.settings(),
+            models.drafters,
+            models.vocabulary,
+            calibration.temperatures,
+            calibration.ngram_table,
+            config.label.tokens_per_forward,
+        )
         # Outcomes do not depend on the machine's speed: stage traces puts the measured costs into the features.
         unit = RequestCosts(turn.prompt_tokens, 1.0, (1.0,) * (len(models.drafters) - 1))
         limit = min(config.label.max_new_tokens, models.target.context_limit - turn.prompt_tokens)
-        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, turn.alternatives, limit, unit)
+        outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, turn.alternatives, turn.confidence, limit, unit)
         arrays = {name: getattr(outcomes, name) for name in Outcomes.__dataclass_fields__}
-        write_bytes(scratch / "outcomes" / turn.file, npz_bytes(arrays))
+        write_shared(path, npz_bytes(arrays))
 
 
 def npz_bytes(arrays: "dict[str, np.ndarray]") -> bytes:
@@ -204,35 +369,6 @@ def npz_bytes(arrays: "dict[str, np.ndarray]") -> bytes:
     buffer = BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     return buffer.getvalue()
-
-
-def publish(config: "PairConfig", turns: list[Turn], calibration: "Calibration", scratch: Path) -> None:
-    """Put the finished outcomes in place of the earlier ones; the scratch folder is done with."""
-    entries: list[dict[str, Any]] = [
-        {
-            "id": turn.id,
-            "kind": turn.prompt.kind,
-            "split": turn.split,
-            "file": turn.file,
-            "prompt_tokens": turn.prompt_tokens,
-            "answer_tokens": len(turn.text) - turn.prompt_tokens,
-        }
-        for turn in turns
-    ]
-    manifest = {
-        "schema": SCHEMA,
-        "pair": config.slug,
-        "drafters": [drafter.name for drafter in config.drafters],
-        "decoding": config.decoding.model_dump(mode="json"),
-        "max_new_tokens": config.label.max_new_tokens,
-        "turns": entries,
-    }
-    with replacing_folder(config.paths.outcomes) as folder:
-        for turn in turns:
-            write_bytes(folder / turn.file, (scratch / "outcomes" / turn.file).read_bytes())
-        write_json(folder / "calibration.json", calibration.to_json())
-        write_json(folder / "manifest.json", manifest)
-    shutil.rmtree(scratch)
 
 
 def read_manifest(config: "PairConfig") -> dict[str, Any]:

@@ -126,13 +126,16 @@ class ProfileParams(Section):
 
 
 class LabelParams(Section):
-    """How many prompts of each kind are labelled, and how far the target decodes each."""
+    """How many prompts of each kind are labelled, how far the target decodes each, and who does the work."""
 
     train_per_kind: Positive
     validation_per_kind: Positive
     test_per_kind: Positive
     max_new_tokens: Positive
     tokens_per_forward: Positive
+    executor: Literal["local", "torchrun", "ray"]
+    workers: Positive
+    """Actors of the executor ray; the others have as many workers as processes were started."""
 
 
 class TracesParams(Section):

@@ -19,7 +19,7 @@ class Paths:
         data/outcomes/<slug>/                every schedule at every position
         data/traces/<slug>/                  states and schedules as Parquet
         data/evaluation/<slug>/              measured runs
-        reports/<slug>/                      report.{json,md,html}, metrics.json, distill.json, plots/
+        reports/<slug>/                      report.{json,md,html}, metrics.json, traces.json, distill.json, plots/
         .treegraft/<slug>/<stage>/           half-done work that a killed stage resumes from
     """
 
@@ -61,6 +61,11 @@ class Paths:
     def traces(self) -> Path:
         """Folder of the Parquet traces."""
         return Path("data/traces") / self.slug
+
+    @property
+    def trace_metrics(self) -> Path:
+        """Statistics of the traces: sizes, balance of labels, headroom."""
+        return Path("reports") / self.slug / "traces.json"
 
     @property
     def scheduler(self) -> Path:

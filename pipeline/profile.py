@@ -1,27 +1,27 @@
 """Stage profile: medians of every model's latency on this machine, on a grid of new tokens and context lengths.
 
 The cost model that comes out is the clock of labels, replay and the verified size. Forwards go through the same
-``ModelRunner`` as decoding does, so masks and cache handling are part of the time.
+``ModelRunner`` as decoding does, so masks and cache handling are part of the time. Some points between those of the
+grid are measured too and kept out of it: what interpolation makes of them is the cost model's error.
 """
 
 import itertools
-import statistics
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from pipeline.files import read_json, write_json
-from pipeline.progress import progress
+from pipeline.progress import log, progress
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pipeline.pair import PairModels
     from pipeline.params import PairConfig
     from treegraft.costs import CostModel
     from treegraft.drafters.lm import RowStore
     from treegraft.models import LanguageModel
+    from treegraft.pair import PairModels
     from treegraft.runner import ModelRunner
 
 SCHEMA = 1
@@ -46,26 +46,28 @@ def run(config: "PairConfig") -> None:
         return LatencyCurve(grid["new_tokens"], grid["context_lengths"], grid["ms"])
 
     drafters = models.drafters
-    light_ms, scheduler_ms, graft_ms, step_ms = overheads(config, models)
+    rest = overheads(config, models)
     costs = CostModel(
         target=curve(models.target, "nodes"),
         drafters=tuple(None if model is None else curve(model, "nodes") for model in drafters),
         target_prefill=curve(models.target, "prefill"),
         drafter_prefill=tuple(None if model is None else curve(model, "prefill") for model in drafters),
-        light_ms=light_ms,
-        scheduler_ms=scheduler_ms,
-        graft_ms=graft_ms,
-        step_ms=step_ms,
+        **{name: measured["ms"] for name, measured in rest.items()},
     )
+    here = machine(config)
     profile = {
         "schema": SCHEMA,
         "pair": config.slug,
-        "machine": machine(config, models),
+        "machine": here,
         "cost_model": costs.to_json(),
         "measured": grids,
+        "overheads": rest,
         "tokenizer_hashes": models.tokenizer_hashes(),
     }
     write_json(config.paths.profile, profile)
+    log(f"profile: {here['name']}, {here['threads']} threads, {here['dtype']}, torch {here['versions']['torch']}")
+    for name, grid in grids.items():
+        log(f"profile: {name}: {held_out_line(grid['held_out'])}")
 
 
 def read_profile(config: "PairConfig") -> dict[str, Any]:
@@ -76,13 +78,13 @@ def read_profile(config: "PairConfig") -> dict[str, Any]:
     return profile
 
 
-def load_costs(config: "PairConfig", models: "PairModels") -> "CostModel":
-    """The pair's cost model; UserError if it was measured on another machine, dtype or thread count."""
+def load_costs(config: "PairConfig") -> "CostModel":
+    """The pair's cost model; UserError if it was measured on another device, dtype or thread count than this run's."""
     from pipeline.pair import machine
     from treegraft.costs import CostModel
 
     path, profile = config.paths.profile, read_profile(config)
-    here = machine(config, models)
+    here = machine(config)
     for key in ("device", "name", "threads", "dtype"):
         if profile["machine"].get(key) != here[key]:
             raise UserError(
@@ -102,15 +104,46 @@ def measure(config: "PairConfig", model: "LanguageModel", is_drafter: bool) -> d
             f"{model.name} holds {model.context_limit} tokens, less than profile.context_lengths and {most} new ones: "
             "lower profile.context_lengths."
         )
-    nodes = _measure_grid(config, model, settings.new_tokens, tuple(contexts), "drafter" if is_drafter else "target")
-    prefill = _measure_grid(config, model, PREFILL_TOKENS, (contexts[0],), "prefill")
-    return {"nodes": nodes, "prefill": prefill}
+    kind = "drafter" if is_drafter else "target"
+    sizes, between = held_out_sizes(settings.new_tokens), middle(contexts)
+    points = dict.fromkeys(contexts, settings.new_tokens)
+    if sizes:
+        points[between] = tuple(sorted({*points.get(between, ()), *sizes}))
+    nodes = _measure(config, model, points, kind)
+    grid = _grid(nodes, settings.new_tokens, contexts)
+    prefill = _measure(config, model, {contexts[0]: PREFILL_TOKENS}, "prefill")
+    return {
+        "nodes": grid,
+        "prefill": _grid(prefill, PREFILL_TOKENS, contexts[:1]),
+        "held_out": _held_out(grid, {n: nodes[n, between] for n in sizes}, between),
+    }
 
 
-def _measure_grid(
-    config: "PairConfig", model: "LanguageModel", new_tokens: tuple[int, ...], contexts: tuple[int, ...], kind: str
-) -> dict[str, Any]:
-    """Medians (and the spread between the quartiles) of forwards of n new tokens after c context tokens, in ms."""
+def held_out_sizes(new_tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """New tokens to measure besides the grid: the middles of every other of its intervals that has one."""
+    middles = [(low + high) // 2 for low, high in itertools.pairwise(new_tokens) if high - low > 1]
+    return tuple(middles[::2])
+
+
+def middle(contexts: list[int]) -> int:
+    """A context length between the middle two of the grid; the only one where it has but one."""
+    half = len(contexts) // 2
+    return (contexts[max(half - 1, 0)] + contexts[half]) // 2
+
+
+def held_out_line(held_out: dict[str, Any]) -> str:
+    """The error of interpolation in one line."""
+    errors = held_out["relative_error"]
+    if not errors:
+        return "the grid leaves no point between its own to check the interpolation at"
+    shown = ", ".join(f"{100 * e:+.1f} % at {n}" for n, e in zip(held_out["new_tokens"], errors, strict=True))
+    return f"interpolation is off by {shown} new tokens after {held_out['context_length']}"
+
+
+def _measure(
+    config: "PairConfig", model: "LanguageModel", points: dict[int, tuple[int, ...]], kind: str
+) -> dict[tuple[int, int], list[float]]:
+    """Times in ms of forwards of n new tokens after c context tokens, by (n, c); ``points``: the n of each c."""
     import numpy as np
 
     from treegraft.draft_vocabulary import DraftVocabulary
@@ -118,30 +151,64 @@ def _measure_grid(
     from treegraft.runner import ModelRunner
 
     runner = ModelRunner(model)
-    runner.reset(contexts[-1] + new_tokens[-1])
+    most = max(points) + max(max(sizes) for sizes in points.values())
+    runner.reset(most)
     vocabulary = DraftVocabulary(model.vocab_size if model.draft_tokens is None else len(model.draft_tokens))
     store = RowStore(vocabulary, config.decoding.width, 1.0) if kind == "drafter" else None
-    text = np.random.default_rng(config.seed).integers(0, model.vocab_size, contexts[-1] + new_tokens[-1])
+    text = np.random.default_rng(config.seed).integers(0, model.vocab_size, most)
     repeats = config.profile.repeats if kind != "prefill" else min(3, config.profile.repeats)
-    times: dict[tuple[int, int], list[float]] = {(n, c): [] for c in contexts for n in new_tokens}
-    for context in contexts:
+    times: dict[tuple[int, int], list[float]] = {(n, c): [] for c, sizes in points.items() for n in sizes}
+    for context in sorted(points):
         runner.prefill(text[runner.committed : context])
         # Round by round over all sizes, so that a slow minute of the machine does not fall on one of them alone.
         rounds = progress(range(repeats + 1), desc=f"profile {model.name}, {kind}, context {context}", unit="round")
         for repeat in rounds:
-            for n in new_tokens:
+            for n in points[context]:
                 elapsed = _time_forward(runner, text[context : context + n], store, kind == "prefill")
                 if repeat:  # the first round warms up
                     times[n, context].append(elapsed)
-    grid = np.array([[statistics.median(times[n, c]) for c in contexts] for n in new_tokens])
-    spread = np.array([[np.subtract(*np.percentile(times[n, c], [75, 25])) for c in contexts] for n in new_tokens])
+    return times
+
+
+def _grid(
+    times: dict[tuple[int, int], list[float]], new_tokens: tuple[int, ...], contexts: list[int]
+) -> dict[str, Any]:
+    """Medians, and the spread between the quartiles, of the points of a grid."""
+    summed = [[_summary(times[n, c]) for c in contexts] for n in new_tokens]
     return {
         "new_tokens": list(new_tokens),
         "context_lengths": list(contexts),
-        "ms": grid.round(4).tolist(),
-        "quartile_spread_ms": spread.round(4).tolist(),
-        "repeats": repeats,
+        "ms": [[point["ms"] for point in row] for row in summed],
+        "quartile_spread_ms": [[point["quartile_spread_ms"] for point in row] for row in summed],
+        "repeats": len(times[new_tokens[0], contexts[0]]),
     }
+
+
+def _held_out(grid: dict[str, Any], times: dict[int, list[float]], context: int) -> dict[str, Any]:
+    """Measured against interpolated times at points that are not in the grid; ``times`` by new tokens."""
+    from treegraft.costs import LatencyCurve
+
+    curve = LatencyCurve(grid["new_tokens"], grid["context_lengths"], grid["ms"])
+    measured = [_summary(runs) for runs in times.values()]
+    interpolated = [round(float(curve.ms(n, context)), 4) for n in times]
+    return {
+        "new_tokens": list(times),
+        "context_length": context,
+        "ms": [point["ms"] for point in measured],
+        "quartile_spread_ms": [point["quartile_spread_ms"] for point in measured],
+        "interpolated_ms": interpolated,
+        "relative_error": [
+            round(guess / point["ms"] - 1, 4) for guess, point in zip(interpolated, measured, strict=True)
+        ],
+    }
+
+
+def _summary(times: list[float]) -> dict[str, float]:
+    """Median and distance between the quartiles, in ms."""
+    import numpy as np
+
+    low, half, high = np.percentile(times, [25, 50, 75])
+    return {"ms": round(float(half), 5), "quartile_spread_ms": round(float(high - low), 5)}
 
 
 def _time_forward(runner: "ModelRunner", tokens: "np.ndarray", store: "RowStore | None", last_only: bool) -> float:
@@ -164,17 +231,22 @@ def _time_forward(runner: "ModelRunner", tokens: "np.ndarray", store: "RowStore 
     return elapsed
 
 
-def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float, float, float]:
-    """Milliseconds of one n-gram layer, of one decision, of one graft's tree work, and of the rest of a step."""
+def overheads(config: "PairConfig", models: "PairModels") -> dict[str, dict[str, float]]:
+    """Milliseconds, median and spread, of what is no forward; the names are those of ``CostModel``.
+
+    ``light_ms``: one n-gram layer; ``scheduler_ms``: one decision; ``graft_ms``: one graft's tree work; ``step_ms``:
+    the rest of a step.
+    """
     import numpy as np
     import torch
 
-    from pipeline.pair import make_drafters
     from treegraft.decoder import Decoder
     from treegraft.drafters.lm import RowStore
     from treegraft.grafting import graft, plan_call
+    from treegraft.pair import make_drafters
     from treegraft.scheduling.features import RequestCosts, SchedulingState, feature_names
     from treegraft.scheduling.network import MarginNetwork
+    from treegraft.scheduling.outlook import Outlook
     from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler
     from treegraft.tree import DraftTree
 
@@ -183,15 +255,22 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
     # A short text that repeats itself, so that the n-gram drafter has something to do.
     prompt = (np.arange(48) % 12 + 100) % models.target.vocab_size
     alternating = FixedSchedule(tuple(layer % m for layer in range(settings.depth)))
-    decoder = Decoder(models.target, make_drafters(models, config, None), alternating, settings, ignore_eos=True)
+    decoder = Decoder(
+        models.target, make_drafters(models, settings.ngram, None), alternating, settings, ignore_eos=True
+    )
     decoder.generate(prompt.tolist(), SETTLING_TOKENS // 4)  # warms up
-    metrics = decoder.generate(prompt.tolist(), SETTLING_TOKENS).metrics
+    runs = [decoder.generate(prompt.tolist(), SETTLING_TOKENS).metrics for _ in range(config.profile.repeats)]
     light = [i for i, model in enumerate(models.drafters) if model is None]
-    light_ms = metrics.draft_light_ms / max(sum(metrics.calls[i] for i in light), 1)
+    nothing = {"ms": 0.0, "quartile_spread_ms": 0.0}
+    measured = {
+        "light_ms": _summary([run.draft_light_ms / max(sum(run.calls[i] for i in light), 1) for run in runs]),
+        "scheduler_ms": nothing,
+        "graft_ms": nothing,
+        "step_ms": _summary([run.other_ms / run.steps for run in runs]),
+    }
     tree = DraftTree(0, m)
     tree.add(np.zeros(8, np.int64), np.arange(8), -np.arange(8.0), 0, 1)
-    state = SchedulingState(tree, 2, (0,), settings, 8, RequestCosts(48, 1.0, (1.0,) * (m - 1)))
-    scheduler_ms = 0.0
+    state = SchedulingState(tree, 2, (0,), settings, 8, RequestCosts(48, 1.0, (1.0,) * (m - 1)), Outlook())
     if m > 1:
         names = feature_names(settings.depth, m)
         widths = [len(names), *USUAL_HIDDEN, m - 1]
@@ -199,8 +278,7 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
         zeros, ones = np.zeros(len(names), np.float32), np.ones(len(names), np.float32)
         weights, biases = [np.ones(s, np.float32) for s in shapes], [np.zeros(s[1], np.float32) for s in shapes]
         scheduler = LearnedScheduler(MarginNetwork(weights, biases, zeros, ones), names, names)
-        scheduler_ms = _median_ms(lambda: scheduler.choose(state))
-    graft_ms = 0.0
+        measured["scheduler_ms"] = _timed(lambda: scheduler.choose(state))
     if len(light) < m:
         strong = next(i for i, model in enumerate(models.drafters) if model is not None)
         store = RowStore(models.vocabulary[strong], settings.width, 1.0)
@@ -212,14 +290,15 @@ def overheads(config: "PairConfig", models: "PairModels") -> tuple[float, float,
             grown.row[strong, nodes] = rows[: len(nodes)]
             graft(grown, strong, store, settings, 2, 8)
 
-        graft_ms = _median_ms(work)
-    return light_ms, scheduler_ms, graft_ms, metrics.other_ms / metrics.steps
+        measured["graft_ms"] = _timed(work)
+    return measured
 
 
-def _median_ms(call: Callable[[], object], repeats: int = 51) -> float:
+def _timed(call: Callable[[], object], repeats: int = 51) -> dict[str, float]:
+    call()  # warms up
     times = []
     for _ in range(repeats):
         started = perf_counter()
         call()
         times.append((perf_counter() - started) * 1000)
-    return statistics.median(times)
+    return _summary(times)

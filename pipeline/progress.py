@@ -3,7 +3,10 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -51,6 +54,48 @@ def _line(desc: str, done: int, total: int | None, seconds: float) -> str:
     """One plain line of progress."""
     of = f"/{total}" if total is not None else ""
     return f"{desc}: {done}{of}, {seconds:.0f} s"
+
+
+class Meter:
+    """Progress of shared work that is told how far it has come: positions a second and the time left.
+
+    Call it with the positions done by all workers and with their number in all, which may change on the way. On a
+    terminal it is a tqdm bar; elsewhere a line every 30 s and one when all is done.
+    """
+
+    def __init__(self, desc: str) -> None:
+        self._desc = desc
+        self._started = self._said = time.monotonic()
+        self._first: int | None = None
+        self._bar: tqdm[NoReturn] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """Say that ``done`` of ``total`` positions are done."""
+        if self._first is None:
+            self._first = done  # what was there before, which is not the rate of this run
+            if sys.stderr.isatty():
+                from tqdm import tqdm
+
+                self._bar = tqdm(total=total, desc=self._desc, initial=done, unit=" positions", dynamic_ncols=True)
+        if self._bar is not None:
+            self._bar.total = total
+            self._bar.update(done - self._bar.n)
+            if done >= total:
+                self._bar.close()
+            return
+        now = time.monotonic()
+        if done >= total or now - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = now
+            log(_meter_line(self._desc, done, total, done - self._first, now - self._started))
+
+
+def _meter_line(desc: str, done: int, total: int, lately: int, seconds: float) -> str:
+    """One plain line of a meter; ``lately`` positions took ``seconds``."""
+    line = f"{desc}: {done}/{total} positions, {seconds:.0f} s"
+    if lately <= 0 or seconds <= 0:
+        return line
+    rate = lately / seconds
+    return f"{line}, {rate:.3g} positions/s" + (f", {(total - done) / rate:.0f} s left" if done < total else "")
 
 
 class Steps:

@@ -27,6 +27,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """The fields of PairConfig in the groups that stages depend on: a change reruns no stage that it does not concern."""
 
+WHO_WORKS = {"label": {"executor", "workers"}}
+"""Fields inside sections that leave results as they are: no stage depends on them."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -84,8 +87,8 @@ STAGES: dict[str, Stage] = {
             "traces",
             "turn outcomes and latencies into training tables: features and margins of every scheduling state",
             ("data/outcomes/<pair>/", "data/profiles/<pair>.json"),
-            ("data/traces/<pair>/",),
-            ("models", "decoding", "traces"),
+            ("data/traces/<pair>/", "reports/<pair>/traces.json"),
+            ("models", "machine", "decoding", "traces"),
         ),
         Stage(
             "distill",
@@ -138,8 +141,8 @@ def write_sections(config: "PairConfig", sections: tuple[str, ...]) -> None:
 
 
 def section_values(config: "PairConfig", section: str) -> dict[str, Any]:
-    """The resolved values of one section, in JSON's types and without unset options."""
-    return config.model_dump(mode="json", include=set(SECTIONS[section]), exclude_none=True)
+    """The resolved values of one section that results depend on, in JSON's types and without unset options."""
+    return config.model_dump(mode="json", include=set(SECTIONS[section]), exclude=WHO_WORKS, exclude_none=True)
 
 
 def find_stage(name: str) -> Stage:

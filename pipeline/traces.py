@@ -11,7 +11,7 @@ from zipfile import BadZipFile
 from pipeline.files import read_json, replacing_folder, write_json, write_text
 from pipeline.label import read_manifest
 from pipeline.labelled import LabelledStates, Predict, decide, rows_of
-from pipeline.profile import read_profile
+from pipeline.profile import load_costs, read_profile
 from pipeline.progress import log
 from pipeline.prompts import SPLITS
 from treegraft.errors import UserError
@@ -25,9 +25,11 @@ FOLDS = 4  # each training prompt is decided by a learner fitted on the other th
 
 
 def run(config: "PairConfig") -> None:
-    """Label all splits and write data/traces/<pair>/."""
+    """Label all splits, write data/traces/<pair>/ and reports/<pair>/traces.json."""
     from treegraft.values.replay import best_fixed, fixed_actions, replay
-    from treegraft.values.traces import SCHEMA_VERSION, data_card, schedules_schema, states_schema, write_split
+    from treegraft.values.schema import data_card
+    from treegraft.values.statistics import split_statistics
+    from treegraft.values.traces import trace_manifest, write_split
     from treegraft.values.values import margins, policy_iteration, visit_weights
 
     manifest = read_manifest(config)
@@ -43,42 +45,38 @@ def run(config: "PairConfig") -> None:
     labels = policy_iteration(train, start, fit_out_of_fold, config.traces.policy_iterations)
     log("traces: replayed tokens/s by round of policy iteration: " + ", ".join(f"{1000 * r:.2f}" for r in labels.rates))
     labelled = {"train": train.labelled(labels.margins, labels.visits)}
+    policy = {"train": labels.actions}
     learner = None if labels.learnt_from is None else fit_learner(train, *labels.learnt_from)
     for split in SPLITS[1:]:
         part = tables[split]
         actions = fixed_actions(part, schedule) if learner is None else decide(learner, part)
+        policy[split] = actions
         played = replay(part, actions)
         labelled[split] = part.labelled(
             margins(part, actions, labels.result.decode_rate, labels.result.lag),
             visit_weights(part, actions, played.visited),
         )
     with replacing_folder(config.paths.traces) as folder:
-        splits = {split: write_split(folder, split, part) for split, part in labelled.items()}
-        about = {
-            "schema": SCHEMA_VERSION,
+        for split, part in labelled.items():
+            write_split(folder, split, part)
+        names = [drafter.name for drafter in config.drafters]
+        about = trace_manifest(folder, labelled, names) | {
             "pair": config.slug,
-            "drafters": [drafter.name for drafter in config.drafters],
-            "depth": train.depth,
-            "feature_names": train.feature_names,
-            "verified_sizes": list(train.sizes),
             "best_fixed": list(schedule),
             "policy_iteration_tokens_per_ms": labels.rates,
-            "splits": splits,
         }
         write_json(folder / "calibration.json", calibration)
         write_json(folder / "profile.json", read_profile(config))
-        card = data_card(
-            config.slug, about, states_schema(train.feature_names, train.drafters), schedules_schema(train.sizes)
-        )
-        write_text(folder / "README.md", card)
+        write_text(folder / "README.md", data_card(config.slug, about))
         write_json(folder / "manifest.json", about)
+    statistics = {split: split_statistics(part, names, schedule, policy[split]) for split, part in labelled.items()}
+    write_json(config.paths.trace_metrics, statistics)
 
 
 def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "OutcomeTables":
     """The unlabelled tables of one split, from the outcomes of stage label."""
     import numpy as np
 
-    from treegraft.costs import CostModel
     from treegraft.decoder import request_costs
     from treegraft.scheduling.features import cost_features, feature_names
     from treegraft.values.lattice import Outcomes
@@ -86,7 +84,7 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
 
     if manifest.get("decoding") != config.decoding.model_dump(mode="json"):
         raise UserError(f"the outcomes have other decoding settings: run `pipeline label {config.slug}` again.")
-    costs = CostModel.from_json(read_profile(config)["cost_model"])
+    costs = load_costs(config)
     m = len(manifest["drafters"])
     prompts = []
     for turn in manifest["turns"]:

@@ -27,6 +27,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from treegraft.costs import CostModel
 from treegraft.decoder import Decoder, Generation
+from treegraft.drafters.ngram import table_shape
 from treegraft.errors import UserError
 from treegraft.generation import (
     GenerationRequest,
@@ -73,8 +74,8 @@ def make_decoder(
         UserError: the calibration or the cost model is not of these drafters and settings.
     """
     calibration = Calibration.from_json(config.calibration)
-    shape = (config.ngram.max_match, config.ngram.branches + config.ngram.recycled)
-    if calibration.ngram_table.shape != shape or len(calibration.temperatures) != len(config.drafters):
+    fits = calibration.ngram_table.shape == table_shape(config.ngram)
+    if not fits or len(calibration.temperatures) != len(config.drafters):
         raise UserError(
             f"the scheduler of {config.pair} has a calibration of other settings than its own; "
             f"run `pipeline all {config.pair}` again."

@@ -192,6 +192,25 @@ def test_an_interrupt_of_all_waits_for_its_stage(tmp_path: Path) -> None:
     assert (tmp_path / "ended").exists()
 
 
+def test_validate_lists_all_faults_or_says_that_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.treegraft.values.toy import labelled_tables, write_folder
+
+    folder = tmp_path / "traces"
+    write_folder(folder, {split: labelled_tables(0, kind=split) for split in ("train", "validation", "test")})
+    assert cli.main(["validate", str(folder)]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    (folder / "calibration.json").unlink()
+    (folder / "states/test-00000-of-00001.parquet").write_bytes(b"PAR1")
+    assert cli.main(["validate", str(folder)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "calibration.json is missing" in lines[0]
+    assert cli.main(["validate", str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err == f"pipeline: {tmp_path / 'nowhere'} is no folder.\n"
+
+
 def test_draft_rebuild_reaches_the_training(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     import pipeline.draft
 

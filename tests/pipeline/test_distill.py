@@ -26,7 +26,7 @@ from treegraft.values.lattice import Outcomes
 from treegraft.values.replay import best_fixed, fixed_actions, replay
 from treegraft.values.states import offset, schedules
 from treegraft.values.tables import OutcomeTables, build_tables
-from treegraft.values.traces import SCHEMA_VERSION, read_traces, write_split
+from treegraft.values.traces import read_traces, trace_manifest, write_split
 from treegraft.values.values import margins, visit_weights
 
 FIT: dict[str, Any] = {
@@ -74,7 +74,7 @@ def synthetic_tables(turns: int, length: int, seed: int, depth: int = 2) -> Outc
                 np.int16
             ),
         )
-        prompts.append((f"maths/{turn // 2}/{turn % 2}", "maths", 40 + turn, outcomes))
+        prompts.append((f"maths/{seed}-{turn // 2}/{turn % 2}", "maths", 40 + turn, outcomes))
     tables = build_tables(prompts, names, 2, depth, sizes, costs())
     actions = fixed_actions(tables, best_fixed(tables))
     result = replay(tables, actions)
@@ -96,11 +96,15 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairConfig:
             "policy_iterations: 1, seeds: [0, 1]}",
         ],
     )
-    write_traces(made, {split: synthetic_tables(turns, 30, seed) for split, turns, seed in SPLITS})
+    write_traces(made, tables())
     return made
 
 
 SPLITS = (("train", 8, 0), ("validation", 4, 1), ("test", 4, 2))
+
+
+def tables() -> dict[str, OutcomeTables]:
+    return {split: synthetic_tables(turns, 30, seed) for split, turns, seed in SPLITS}
 
 
 def write_traces(config: PairConfig, tables: dict[str, OutcomeTables]) -> None:
@@ -108,14 +112,7 @@ def write_traces(config: PairConfig, tables: dict[str, OutcomeTables]) -> None:
     folder = config.paths.traces
     for split, table in tables.items():
         write_split(folder, split, table)
-    table = tables["train"]
-    manifest = {
-        "schema": SCHEMA_VERSION,
-        "drafters": [drafter.name for drafter in config.drafters],
-        "depth": table.depth,
-        "feature_names": table.feature_names,
-        "verified_sizes": table.sizes,
-    }
+    manifest = trace_manifest(folder, tables, [drafter.name for drafter in config.drafters])
     profile = {"cost_model": costs().to_json(), "tokenizer_hashes": {config.target.name: "abc"}}
     for name, value in (("profile", profile), ("calibration", CALIBRATION), ("manifest", manifest)):
         write_json(folder / f"{name}.json", value)
@@ -343,22 +340,13 @@ def test_the_earliest_of_equal_fits_is_chosen() -> None:
     assert distill.choose(fits) is fits[2]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "part"),
-    [
-        (
-            "features",
-            np.nan,
-            "1 of 10080 features are NaN or infinite, the first at position 3, state 1, feature log_pr",
-        ),
-        ("margins", np.inf, "1 of 720 margins are NaN or infinite, the first at position 3, state 1"),
-    ],
-)
-def test_refuses_traces_that_are_not_finite(config: PairConfig, name: str, value: float, part: str) -> None:
-    table = synthetic_tables(8, 30, 0)
-    getattr(table, name)[3, 1, 0] = value
-    write_traces(config, {"train": table})
-    with pytest.raises(UserError, match=part):
+@pytest.mark.parametrize(("name", "column"), [("features", "f_log_prompt_tokens"), ("margins", "margin_1")])
+def test_refuses_traces_that_are_not_finite(config: PairConfig, name: str, column: str) -> None:
+    spoiled = tables()
+    getattr(spoiled["train"], name)[3, 1, 0] = np.nan
+    write_traces(config, spoiled)
+    sentence = rf"{column}: 1 row has a number that is NaN or infinite, the first is row 10 \(prompt maths/0-0/0\)"
+    with pytest.raises(UserError, match=sentence):
         distill.run(config)
     assert not config.paths.scheduler.exists()
 

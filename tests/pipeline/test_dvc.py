@@ -17,8 +17,10 @@ PAIR = "smollm2-135m"
 DVC: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 PER_PAIR = {name: stage for name, stage in DVC.items() if "matrix" in stage}
 
-# How results are moved, named and shown, not what they are: a change here must not cost a run.
+# How results are moved, named and shown and who makes them, not what they are: a change here must not cost a run.
 PLUMBING = {
+    "pipeline/claims.py",
+    "pipeline/executors.py",
     "pipeline/files.py",
     "pipeline/params.py",
     "pipeline/paths.py",

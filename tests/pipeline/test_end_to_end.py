@@ -74,6 +74,23 @@ def test_traces_load_with_datasets_and_pandas(finished: Path) -> None:
     assert (frame["accepted"].map(max) <= frame["tokens_left"]).all()
 
 
+def test_traces_have_no_fault_and_their_statistics_are_numbers(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished)
+    assert main(["validate", f"data/traces/{SLUG}"]) == 0
+    assert "has no fault" in capsys.readouterr().out
+    statistics = json.loads((finished / f"reports/{SLUG}/traces.json").read_text())
+    manifest = json.loads((finished / f"data/traces/{SLUG}/manifest.json").read_text())
+    for split, found in statistics.items():
+        assert found["size"] == manifest["splits"][split]
+        assert found["headroom"]["oracle_over_best_single"] >= 1
+        assert 0 <= found["labels"]["tiny-drafter"]["pays"] <= 1
+    profile = json.loads((finished / f"data/profiles/{SLUG}.json").read_text())
+    assert set(profile["overheads"]) == {"light_ms", "scheduler_ms", "graft_ms", "step_ms"}
+    assert profile["measured"]["tiny-target"]["held_out"]["new_tokens"] == [3]
+
+
 def test_same_inputs_give_the_same_bytes(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Label, traces and distill again, from the same profile."""
     monkeypatch.chdir(finished)

@@ -185,3 +185,14 @@ def test_sections_hold_every_field_once_and_only_theirs() -> None:
     changed = load_pair(DEFAULT, ["distill.epochs=1"], PARAMS)
     differing = [name for name in SECTIONS if section_values(config, name) != section_values(changed, name)]
     assert differing == ["distill"]
+
+
+def test_who_labels_is_no_concern_of_any_stage() -> None:
+    config = load_pair(DEFAULT, (), PARAMS)
+    changed = load_pair(DEFAULT, ["label.executor=ray", "label.workers=3"], PARAMS)
+    assert all(section_values(config, name) == section_values(changed, name) for name in SECTIONS)
+
+
+def test_no_workers_are_refused() -> None:
+    with pytest.raises(UserError, match=r"'label\.workers' must be greater than or equal to 1, not 0"):
+        load_pair(DEFAULT, ["label.workers=0"], PARAMS)

@@ -109,6 +109,8 @@ def label(per_kind: int) -> LabelParams:
         test_per_kind=per_kind,
         max_new_tokens=1,
         tokens_per_forward=1,
+        executor="local",
+        workers=1,
     )
 
 

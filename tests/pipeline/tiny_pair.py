@@ -48,6 +48,8 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
             "test_per_kind": 2,
             "max_new_tokens": 12,
             "tokens_per_forward": 32,
+            "executor": "local",
+            "workers": 1,
         },
         "traces": {"policy_iterations": 2},
         "distill": {

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.treegraft.reference import plain
 from tests.treegraft.tiny import cost_model, tiny_language_model
 from treegraft.costs import LatencyCurve
-from treegraft.decoder import GREEDY, Decoder
+from treegraft.decoder import Decoder
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
 from treegraft.errors import UserError
 from treegraft.models import LanguageModel
-from treegraft.sampling import SamplingSettings, TokenChooser
+from treegraft.sampling import SamplingSettings
 from treegraft.scheduling.features import SchedulingState
 from treegraft.scheduling.policy import FixedSchedule, Scheduler, always, never
 from treegraft.settings import DraftSettings, NgramSettings
@@ -36,25 +37,6 @@ class RandomScheduler:
 
     def choose(self, state: SchedulingState) -> int:
         return int(self.random.integers(state.tree.drafters))
-
-
-def plain(
-    model: LanguageModel,
-    prompt: list[int],
-    count: int,
-    sampling: SamplingSettings = GREEDY,
-    eos: bool = True,
-) -> list[int]:
-    """Plain decoding written as simply as it goes: the whole text through the model for every token, no cache."""
-    chooser = TokenChooser(sampling)
-    text = list(prompt)
-    while len(text) - len(prompt) < count:
-        with torch.inference_mode():
-            logits = model.module(torch.tensor([text])).logits[0, -1]
-        text.append(chooser.choose(logits, text))
-        if eos and text[-1] in model.eos_token_ids:
-            break
-    return text[len(prompt) :]
 
 
 def drafters(kinds: str) -> list[Drafter]:

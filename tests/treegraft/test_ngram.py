@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treegraft.drafters.ngram import (
+    RUNS,
     SCANNED_OCCURRENCES,
     TABLE_WEIGHT,
     NgramDrafter,
@@ -19,12 +20,13 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def scanned(text: list[int], suffix: list[int], max_match: int, limit: int) -> list[tuple[int, int]]:
-    """All different continuations, longest match first, then newest."""
+    """All different continuations with their rows, longest match first, then newest."""
     found: dict[int, int] = {}
-    for n in range(min(max_match, len(suffix)), 0, -1):
+    for n in range(min(max_match + 16, len(suffix)), 0, -1):
         for end in range(limit - 1, n - 1, -1):
             if text[end - n : end] == suffix[-n:]:
-                found.setdefault(text[end], n)
+                more = n - max_match
+                found.setdefault(text[end], n - 1 if more < 0 else max_match - 1 + sum(more >= r for r in RUNS[1:]))
     return list(found.items())
 
 
@@ -36,7 +38,7 @@ def test_continuations_equal_a_scan(text: list[int], path: list[int], max_match:
     index.append(text)
     suffix = text[:limit] + path
     found = index.continuations(suffix, limit)
-    assert [(token, match) for token, match, _ in found] == scanned(text, suffix, max_match, limit)
+    assert [(token, row) for token, row, _ in found] == scanned(text, suffix, max_match, limit)
     assert [rank for _, _, rank in found] == list(range(len(found)))
     assert index.continuations(suffix, limit, best_only=True) == found[:1]
 
@@ -46,7 +48,7 @@ def test_the_text_may_come_in_any_pieces() -> None:
     whole.append([1, 2, 3, 1, 2, 4, 1, 2])
     for piece in ([1], [2, 3, 1], [], [2, 4, 1, 2]):
         pieces.append(piece)
-    assert pieces.continuations([1, 2], 8) == whole.continuations([1, 2], 8) == [(4, 2, 0), (3, 2, 1)]
+    assert pieces.continuations([1, 2], 8) == whole.continuations([1, 2], 8) == [(4, 1, 0), (3, 1, 1)]
 
 
 def test_a_skip_adds_branches_and_a_continuation_path() -> None:
@@ -79,8 +81,8 @@ def test_recycled_tokens_follow_the_literal_ones() -> None:
     index.append([5, 6])
     index.append([7, 5, 6, 8, 5, 6], [[7, 1], [5], [6, 2], [8, 7, 3, 4], [5], [6]])
     found = index.continuations([5, 6], 8)
-    assert found == [(8, 2, 0), (7, 2, 1), (3, 2, 2), (4, 2, 3), (1, 2, 4)]
-    assert index.continuations([5, 6], 5) == [(7, 2, 0), (1, 2, 2)]  # as it was before the second occurrence
+    assert found == [(8, 1, 0), (7, 1, 1), (3, 1, 2), (4, 1, 3), (1, 1, 4)]
+    assert index.continuations([5, 6], 5) == [(7, 1, 0), (1, 1, 2)]  # as it was before the second occurrence
 
 
 def test_chances_follow_what_the_answer_does() -> None:
@@ -90,4 +92,13 @@ def test_chances_follow_what_the_answer_does() -> None:
     state.read([1, 1, 1, 1])
     np.testing.assert_array_equal(state.table, table)  # the prompt's own repetitions are not counted
     state.commit([1] * 10, None)
-    np.testing.assert_allclose(state.table, (10 + TABLE_WEIGHT * table) / (10 + TABLE_WEIGHT))
+    # Every token was foreseen, by matches of 3 tokens, then 4, and so on up to 12.
+    rows = np.searchsorted(RUNS, np.arange(3, 13) - 1, side="right") - 1
+    seen = np.bincount(rows, minlength=len(RUNS))[:, None]
+    np.testing.assert_allclose(state.table, (seen + TABLE_WEIGHT * table) / (seen + TABLE_WEIGHT))
+
+
+def test_the_match_that_goes_on_furthest_is_preferred() -> None:
+    index = NgramIndex(NgramSettings(max_match=2, branches=2, recycled=0))
+    index.append([1, 2, 3, 4, 10, 9, 3, 4, 11, 1, 2, 3, 4])
+    assert index.continuations([1, 2, 3, 4], 13) == [(10, 2, 0), (11, 1, 1)]  # two tokens more; a full match

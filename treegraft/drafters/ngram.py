@@ -17,6 +17,7 @@ from treegraft.tree import DraftTree, IntArray
 
 SCANNED_OCCURRENCES = 32  # newest occurrences of a suffix that are looked at; older ones hardly change the ranking
 HITS_MOVING, HITS_START = 0.1, 0.5  # weight of the newest token in the moving share of foreseen ones; its start
+RUNS = (0, 2, 4, 8, 16)  # tokens by which a full match goes on backwards, where a row of the table begins
 TABLE_WEIGHT = 30.0  # observations of this request that weigh as much as the calibrated table
 
 
@@ -24,36 +25,46 @@ class Continuation(NamedTuple):
     """A token that may follow, with what its chance depends on."""
 
     token: int
-    match: int
-    """Length of the suffix that occurred before, in tokens."""
+    row: int
+    """Row of the table: by the length of the suffix that occurred before (see ``table_shape``)."""
     rank: int
     """Its place among the literal continuations, from 0; recycled ones are counted from ``branches`` on."""
 
 
-def prior_table(settings: NgramSettings) -> NDArray[np.float64]:
-    """Chance that a proposal is right before anything was measured, [max_match, branches + recycled].
+def table_shape(settings: NgramSettings) -> tuple[int, int]:
+    """Rows and columns of a table of chances.
 
-    Half for a full match, falling with a shorter match and a later rank; replaced by ``values.calibration``.
+    Row n - 1 is for a match of n < max_match tokens; the last rows are for matches of max_match tokens that go on
+    backwards for at least 0, 2, 4, 8 and 16 more (``RUNS``): text that is being copied is likely copied further.
+    Columns are ranks: ``branches`` literal ones, then ``recycled``.
     """
-    match = np.arange(1, settings.max_match + 1)[:, None] / settings.max_match
-    literal = 0.5 / np.arange(1, settings.branches + 1) ** 2
-    recycled = 0.1 / np.arange(1, settings.recycled + 1)
-    return match * np.concatenate([literal, recycled])
+    return settings.max_match - 1 + len(RUNS), settings.branches + settings.recycled
+
+
+def prior_table(settings: NgramSettings) -> NDArray[np.float64]:
+    """Chances before anything was measured, of ``table_shape``; replaced by ``values.calibration``.
+
+    Half for a full match, more where it goes on, falling with a shorter match and a later rank.
+    """
+    short = 0.5 * np.arange(1, settings.max_match) / settings.max_match
+    base = np.concatenate([short, np.linspace(0.5, 0.9, len(RUNS))])[:, None]
+    literal = 1 / np.arange(1, settings.branches + 1) ** 2
+    recycled = 0.2 / np.arange(1, settings.recycled + 1)
+    return base * np.concatenate([literal, recycled])
 
 
 class NgramCounts:
-    """Hits and trials of continuations by match length and rank, [max_match, branches + recycled] each."""
+    """Hits and trials of continuations, of ``table_shape`` each."""
 
     def __init__(self, settings: NgramSettings) -> None:
-        shape = (settings.max_match, settings.branches + settings.recycled)
-        self.hits = np.zeros(shape)
-        self.trials = np.zeros(shape)
+        self.hits = np.zeros(table_shape(settings))
+        self.trials = np.zeros(table_shape(settings))
 
     def add(self, found: Sequence[Continuation], token: int) -> None:
         """``token`` came where ``found`` had been proposed."""
-        for following, match, rank in found:
-            self.trials[match - 1, rank] += 1
-            self.hits[match - 1, rank] += following == token
+        for following, row, rank in found:
+            self.trials[row, rank] += 1
+            self.hits[row, rank] += following == token
 
     def table(self, prior: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
         """Chances after these observations, with a Beta prior of mean ``prior`` worth ``weight`` observations."""
@@ -82,46 +93,66 @@ class NgramIndex:
             for n in range(1, min(self.settings.max_match, end) + 1):
                 self._ends.setdefault(tuple(self.tokens[end - n : end]), []).append(end)
 
+    @property
+    def reach(self) -> int:
+        """Tokens of a suffix that can matter."""
+        return self.settings.max_match + RUNS[-1]
+
     def continuations(self, suffix: list[int], limit: int, best_only: bool = False) -> list[Continuation]:
         """Different tokens that may follow ``suffix``: longest match first, then newest first.
 
         Up to ``branches`` literal continuations come first, then up to ``recycled`` of the target's.
 
         Args:
-            suffix: the last tokens of context + path; the newest is last.
+            suffix: the last tokens of context + path, ``reach`` of them or all there are; the newest is last.
             limit: the text's first ``limit`` tokens are known (the value system asks about earlier positions).
             best_only: stop at the first literal continuation.
         """
         settings = self.settings
         found: list[Continuation] = []
         seen: set[int] = set()
-        places: list[tuple[int, int]] = []  # (place behind an occurrence, match length) in order of preference
+        places: list[tuple[int, int]] = []  # (place behind an occurrence, row) in order of preference
         count = 1 if best_only else settings.branches
         for n in range(min(settings.max_match, len(suffix)), 0, -1):
             ends = self._ends.get(tuple(suffix[-n:]))
             if ends is None:
                 continue
             newest = bisect_right(ends, limit - 1)  # the token after the match must be known too
-            for end in reversed(ends[max(0, newest - SCANNED_OCCURRENCES) : newest]):
-                places.append((end, n))
+            here = [(end, n - 1) for end in reversed(ends[max(0, newest - SCANNED_OCCURRENCES) : newest])]
+            if n == settings.max_match:
+                here = self._longest_first([end for end, _ in here], suffix)
+            places += here
+            for end, row in here:
                 token = self.tokens[end]
                 if token not in seen and len(found) < count:
                     seen.add(token)
-                    found.append(Continuation(token, n, len(found)))
+                    found.append(Continuation(token, row, len(found)))
             if len(found) == count and len(places) >= settings.recycled:
                 break
         if best_only:
             return found
         rank, last = settings.branches, settings.branches + settings.recycled
-        for end, n in places:
+        for end, row in places:
             if rank == last:
                 break
             for token in self.alternatives[end]:
                 if token not in seen and rank < last:
                     seen.add(token)
-                    found.append(Continuation(token, n, rank))
+                    found.append(Continuation(token, row, rank))
                     rank += 1
         return found
+
+    def _longest_first(self, ends: list[int], suffix: list[int]) -> list[tuple[int, int]]:
+        """Places behind full matches (newest first) with their rows, those that go on furthest backwards first."""
+        full, tokens = self.settings.max_match, self.tokens
+        rated = []
+        for end in ends:
+            length, longest = full, min(len(suffix), end)
+            while length < longest and tokens[end - length - 1] == suffix[-length - 1]:
+                length += 1
+            rated.append((end, full - 1 + bisect_right(RUNS, length - full) - 1, length))
+        rated.sort(key=lambda place: -place[2])  # stable: the newest stays first among equals
+        return [(end, row) for end, row, _ in rated]
 
 
 def expand(
@@ -138,11 +169,12 @@ def expand(
 
     Args:
         limit: tokens of the index's text that are committed; the last of them is the tree's root.
-        table: float64 [max_match, branches + recycled]: chance of being accepted by match length and rank.
+        table: chances of being accepted, float64 of ``table_shape``.
     """
     ngram = settings.ngram
     log_table = np.log(table).tolist()
-    context = index.tokens[max(0, limit - ngram.max_match) : limit]  # its last token is the root
+    reach = index.reach
+    context = index.tokens[max(0, limit - reach) : limit]  # its last token is the root
     # Plain lists: hundreds of single look-ups are several times dearer on arrays.
     known = tree.size
     parent, token = tree.parent[:known].tolist(), tree.token[:known].tolist()
@@ -154,10 +186,10 @@ def expand(
     for frontier_node in tree.frontier.tolist():
         node = frontier_node
         path: list[int] = []
-        while node and len(path) < ngram.max_match:
+        while node and len(path) < reach:
             path.append(token[node])
             node = parent[node]
-        suffix = (context + path[::-1])[-ngram.max_match :]
+        suffix = (context + path[::-1])[-reach:]
         node = frontier_node
         for step in range(ngram.path):
             if depth[node] >= max_depth:
@@ -168,18 +200,18 @@ def expand(
             if not found:
                 break
             children = []
-            for following, match, rank in found:
+            for following, row, rank in found:
                 below = child.get((node, following))
                 if below is None:
                     below = child[node, following] = len(token)
                     parent.append(node)
                     token.append(following)
                     depth.append(depth[node] + 1)
-                    edges.append(log_table[match - 1][rank])
+                    edges.append(log_table[row][rank])
                 children.append(below)
             reached += children
             node = children[0]
-            suffix = [*suffix, token[node]][-ngram.max_match :]
+            suffix = [*suffix, token[node]][-reach:]
     tree.append(parent[known:], token[known:], edges, drafter, layer)
     tree.expanded[drafter, expanded] = True
     if reached:
@@ -202,7 +234,7 @@ class NgramState:
 
     def commit(self, tokens: list[int], alternatives: list[list[int]] | None) -> None:
         """Note committed tokens of the answer, one by one, and how well they were foreseen."""
-        index, reach = self.index, self.index.settings.max_match
+        index, reach = self.index, self.index.reach
         for i, token in enumerate(tokens):
             limit = len(index.tokens)
             found = index.continuations(index.tokens[max(0, limit - reach) :], limit)
@@ -212,14 +244,14 @@ class NgramState:
         self.table = self.counts.table(self.calibrated, TABLE_WEIGHT)
 
     def outlook(self) -> tuple[float, float, float]:
-        """Of the text's best continuation: its match as a share of the longest, its chance, and the late hits."""
-        index, reach = self.index, self.index.settings.max_match
+        """Of the text's best continuation: its row as a share of the table's, its chance, and the late hits."""
+        index, reach = self.index, self.index.reach
         limit = len(index.tokens)
         found = index.continuations(index.tokens[max(0, limit - reach) :], limit, best_only=True)
         if not found:
             return 0.0, 0.0, self.hits
-        _, match, rank = found[0]
-        return match / reach, float(self.table[match - 1, rank]), self.hits
+        _, row, rank = found[0]
+        return (row + 1) / len(self.table), float(self.table[row, rank]), self.hits
 
 
 class NgramDrafter:

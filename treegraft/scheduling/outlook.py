@@ -17,7 +17,7 @@ class Outlook:
 
     answer_tokens: int = 0
     match: float = 0.0
-    """Longest suffix of the text that occurred before, as a share of the longest that is looked up."""
+    """Row of the n-gram table for the longest suffix of the text that occurred before, as a share of all rows."""
     chance: float = 0.0
     """That its best continuation is the next token, by the n-gram drafter's table."""
     hits: float = START

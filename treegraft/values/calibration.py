@@ -22,7 +22,7 @@ class Calibration:
     """Both kinds of scores; lives in the scheduler checkpoint."""
 
     ngram_table: NDArray[np.float64]
-    """[max_match, branches + recycled]: chance that a continuation is the next token, by match length and rank."""
+    """Chance that a continuation is the next token, of ``treegraft.drafters.ngram.table_shape``."""
     temperatures: tuple[float, ...]
     """Of each drafter, [m]; 1 for a drafter that is no model."""
 

@@ -22,6 +22,7 @@ from treegraft.scheduling.features import RequestCosts, SchedulingState, feature
 from treegraft.scheduling.outlook import OutlookTracker
 from treegraft.settings import DraftSettings
 from treegraft.tree import NOT_PROCESSED, DraftTree, FloatArray, IntArray
+from treegraft.values.sampled import SampledTarget
 from treegraft.values.states import code, offset, state_index
 
 
@@ -48,6 +49,7 @@ class PathTrie:
 
     def __init__(self, roots: int) -> None:
         self.token = [-1] * roots
+        self.parent = list(range(roots))
         self.depth = [0] * roots
         self.position = list(range(roots))
         self.ancestors = np.eye(roots, dtype=np.bool_)
@@ -62,6 +64,7 @@ class PathTrie:
         if found is None:
             found = self._child[(parent, token)] = len(self.token)
             self.token.append(token)
+            self.parent.append(parent)
             self.depth.append(self.depth[parent] + 1)
             self.position.append(self.position[parent])
             if found >= len(self.ancestors):
@@ -145,9 +148,13 @@ class Lattice:
         drafters: in order of cost; None stands for the n-gram drafter.
         vocabulary: what each drafter can propose, [m] (ignored for n-grams).
         temperatures: calibration of each drafter, [m] (ignored for n-grams).
-        ngram_table: calibration of the n-gram drafter, [max_match, branches + recycled].
+        ngram_table: calibration of the n-gram drafter, see ``table_shape``.
         tokens_per_forward: drafter tokens packed into one forward at most; bounds memory.
+        target: where the text was sampled, the target under the settings of that; ``expected`` is then of use.
     """
+
+    expected: NDArray[np.float32]
+    """[P, U, G] of the last ``evaluate``: the exact expectation of the accepted length over the target's draws."""
 
     def __init__(
         self,
@@ -157,8 +164,10 @@ class Lattice:
         temperatures: Sequence[float],
         ngram_table: NDArray[np.float64],
         tokens_per_forward: int = 512,
+        target: SampledTarget | None = None,
     ) -> None:
         self.settings = settings
+        self.target = target
         self.count = len(drafters)
         self.models = [
             None
@@ -211,6 +220,10 @@ class Lattice:
             if model is not None:
                 model.begin(text, prompt_tokens)
         positions = len(text) - prompt_tokens
+        if self.target is not None:
+            self.target.begin(text, prompt_tokens)
+            shape = (positions, self.count**self.settings.depth, len(self.settings.verified_sizes))
+            self.expected = np.zeros(shape, np.float32)
         blocks = [self._block(first, min(self.block, positions - first)) for first in range(0, positions, self.block)]
         return Outcomes(*(np.concatenate([getattr(b, name) for b in blocks]) for name in Outcomes.__dataclass_fields__))
 
@@ -238,7 +251,17 @@ class Lattice:
                 child for action in range(m) for child in self._act(branches, action, layer, trie, first, roots)
             ]
         assert seen is not None
+        if self.target is not None:
+            self._expect(branches, self.target.reach(trie, first, roots), first)
         return self._outcomes(branches, seen, first, count)
+
+    def _expect(self, leaves: list[_Branch], reach: FloatArray, first: int) -> None:
+        """Fill ``expected`` at a block's positions; ``reach``: float64 by trie id, the chance to come to a path."""
+        sizes = self.settings.verified_sizes
+        for leaf in leaves:
+            order, _ = verification_order(leaf.tree, sizes[-1])
+            chances = reach[np.array(leaf.paths, np.int64)[order]]
+            self.expected[first + leaf.at, code(leaf.prefix, self.count)] = accepted_mass(chances, sizes)
 
     def _state(self, branch: _Branch, layer: int, first: int) -> SchedulingState:
         position = first + branch.at

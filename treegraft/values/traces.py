@@ -1,4 +1,4 @@
-"""Traces: labelled tables as Parquet, written and read with one explicit schema.
+"""Traces: labelled tables as Parquet, written and read row group by row group with one explicit schema.
 
 Folder::
 
@@ -6,274 +6,350 @@ Folder::
     schedules/<split>-00000-of-0000N.parquet   one row per position and schedule
     profile.json, calibration.json             what the labels were made with
     README.md                                  data card, generated from the schemas
-    manifest.json                              written last: the folder is complete
+    manifest.json                              written last: the folder is complete; has every file's digest
 
 Rows are in the order of prompts, positions, and states or schedules, so tables come back by reshaping.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from treegraft.costs import CostModel
 from treegraft.errors import UserError
-from treegraft.values.lattice import Outcomes
+from treegraft.values.schema import SCHEMA_VERSION, TraceLayout, same_type, schedules_schema, states_schema
 from treegraft.values.states import offset, prefixes, schedules
-from treegraft.values.tables import OutcomeTables, build_tables
+from treegraft.values.tables import OutcomeTables
 
-SCHEMA_VERSION = "1"
 ROW_GROUP = 32_768  # a few MB
 ROWS_PER_FILE = 1_000_000
+TABLES = ("states", "schedules")
+READ_ERRORS = (pa.ArrowException, OSError, ValueError)
+"""What pyarrow raises on a file whose bytes are damaged."""
 
 
-def _field(name: str, kind: pa.DataType, unit: str, meaning: str) -> pa.Field:
-    return pa.field(name, kind, nullable=False, metadata={"unit": unit, "description": meaning})
+# --- writing ---------------------------------------------------------------------------------------------------------
 
 
-_IDS = [
-    _field("prompt_id", pa.string(), "", "kind, question id and turn of the prompt"),
-    _field("kind", pa.string(), "", "kind of prompt (benchmark)"),
-    _field("position", pa.int32(), "tokens", "answer tokens before the decoding step, from 0"),
-]
+def write_split(folder: Path, split: str, tables: OutcomeTables) -> None:
+    """Write one split's two tables below ``folder``."""
+    write_parts(folder, split, [tables], len(tables))
 
 
-def states_schema(feature_names: list[str], drafters: int) -> pa.Schema:
-    """Columns of the table of scheduling states."""
-    columns = [
-        *_IDS,
-        _field("layer", pa.int8(), "", "layer to be decided, from 1"),
-        _field("prefix", pa.list_(pa.int8()), "drafter index", "actions of the layers before"),
-        *(_field(f"f_{name}", pa.float32(), "", f"feature {name}") for name in feature_names),
-        *(
-            _field(f"margin_{j}", pa.float32(), "tokens", f"worth of action {j} over action 0, the policy going on")
-            for j in range(1, drafters)
-        ),
-        _field("visit_weight", pa.float32(), "", "how much the state counts in training"),
-    ]
-    return pa.schema(columns, metadata={"treegraft.schema": SCHEMA_VERSION, "treegraft.table": "states"})
+def write_parts(folder: Path, split: str, parts: Iterable[OutcomeTables], positions: int) -> None:
+    """``write_split`` of tables that come one after the other, of which only one need be in memory.
+
+    Args:
+        parts: whole prompts each, of equal settings; positions: in all parts together, which settles the file names.
+    """
+    writers: list[_TableWriter] = []
+    try:
+        for part in parts:
+            if not writers:
+                depth, m = part.depth, part.drafters
+                writers += [
+                    _TableWriter(
+                        folder / "states" / split,
+                        states_schema(part.feature_names, m),
+                        _states_columns,
+                        offset(depth, m),
+                        positions,
+                    ),
+                    _TableWriter(
+                        folder / "schedules" / split,
+                        schedules_schema(part.sizes),
+                        _schedules_columns,
+                        m**depth,
+                        positions,
+                    ),
+                ]
+            for writer in writers:
+                writer.write(part)
+    finally:
+        for writer in writers:
+            writer.close()
 
 
-def schedules_schema(sizes: tuple[int, ...]) -> pa.Schema:
-    """Columns of the table of schedules."""
-    grid = "/".join(map(str, sizes))
-    columns = [
-        *_IDS,
-        _field("prompt_tokens", pa.int32(), "tokens", "length of the prompt"),
-        _field("tokens_left", pa.int32(), "tokens", "answer tokens from this position on"),
-        _field("schedule", pa.list_(pa.int8()), "drafter index", "action of every layer"),
-        _field("accepted", pa.list_(pa.int16()), "tokens", f"accepted length when {grid} nodes are verified"),
-        _field("expected", pa.list_(pa.float32()), "tokens", f"accepted length the scores expect, {grid} nodes"),
-        _field("nodes", pa.int16(), "nodes", "nodes of the tree, root left out"),
-        _field("layer_tokens", pa.list_(pa.int16()), "tokens", "tokens the acting drafter processed in each layer"),
-        _field(
-            "path_processed", pa.list_(pa.int16()), "tokens", "leading tokens of the true path each drafter processed"
-        ),
-    ]
-    return pa.schema(columns, metadata={"treegraft.schema": SCHEMA_VERSION, "treegraft.table": "schedules"})
+class _TableWriter:
+    """One table of one split: files of about ROWS_PER_FILE rows in row groups of at most ROW_GROUP, whole positions."""
 
+    def __init__(
+        self,
+        stem: Path,
+        schema: pa.Schema,
+        columns: Callable[[OutcomeTables, slice], dict[str, Any]],
+        per_position: int,
+        positions: int,
+    ) -> None:
+        self.stem, self.schema, self.columns = stem, schema, columns
+        files = max(1, -(-positions * per_position // ROWS_PER_FILE))
+        self.positions_per_file = max(1, -(-positions // files))
+        self.files = -(-positions // self.positions_per_file)
+        self.step = max(1, ROW_GROUP // per_position)
+        self.written = 0
+        self.file: pq.ParquetWriter | None = None
+        stem.parent.mkdir(parents=True, exist_ok=True)
 
-def write_split(folder: Path, split: str, tables: OutcomeTables) -> dict[str, Any]:
-    """Write one split's two tables below ``folder``; returns row counts for the manifest."""
-    count = {}
-    for name, schema, batches in (
-        ("states", states_schema(tables.feature_names, tables.drafters), _states(tables)),
-        ("schedules", schedules_schema(tables.sizes), _schedules(tables)),
-    ):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        per_position = offset(tables.depth, tables.drafters) if name == "states" else tables.drafters**tables.depth
-        count[name] = len(tables) * per_position
-        files = max(1, -(-count[name] // ROWS_PER_FILE))
-        batch_list = iter(batches)
-        rows_each = -(-len(tables) // files)
-        for number in range(files):
-            path = folder / name / f"{split}-{number:05d}-of-{files:05d}.parquet"
-            with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-                for batch in _take(batch_list, rows_each, number, len(tables)):
-                    writer.write_table(batch.cast(schema), row_group_size=ROW_GROUP)
-    count["positions"] = len(tables)
-    count["prompts"] = len(tables.prompt_ids)
-    return count
+    def write(self, part: OutcomeTables) -> None:
+        start = 0
+        while start < len(part):
+            number, within = divmod(self.written, self.positions_per_file)
+            if within == 0:
+                self.close()
+                path = self.stem.with_name(f"{self.stem.name}-{number:05d}-of-{self.files:05d}.parquet")
+                self.file = pq.ParquetWriter(path, self.schema, compression="zstd")
+            assert self.file is not None
+            stop = min(start + self.step, len(part), start + self.positions_per_file - within)
+            rows = pa.table(self.columns(part, slice(start, stop))).cast(self.schema)
+            self.file.write_table(rows, row_group_size=ROW_GROUP)
+            self.written += stop - start
+            start = stop
 
-
-def _take(batches: "Iterator[tuple[int, pa.Table]]", rows_each: int, number: int, total: int) -> Iterator[pa.Table]:
-    """The tables of one file: positions [number * rows_each, (number + 1) * rows_each)."""
-    end = min((number + 1) * rows_each, total)
-    done = number * rows_each
-    while done < end:
-        positions, table = next(batches)
-        done += positions
-        yield table
-
-
-POSITIONS_PER_BATCH = 1024
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 def _ids(tables: OutcomeTables, rows: slice, repeat: int) -> dict[str, Any]:
     of = tables.prompt_of[rows]
+    first, last = int(of[0]), int(of[-1]) + 1  # prompts are contiguous, so few names are looked at
     return {
-        "prompt_id": np.repeat(np.array(tables.prompt_ids)[of], repeat),
-        "kind": np.repeat(np.array(tables.kinds)[of], repeat),
+        "prompt_id": np.repeat(np.array(tables.prompt_ids[first:last])[of - first], repeat),
+        "kind": np.repeat(np.array(tables.kinds[first:last])[of - first], repeat),
         "position": np.repeat(tables.position[rows], repeat).astype(np.int32),
     }
 
 
-def _batches(tables: OutcomeTables) -> Iterator[slice]:
-    files_rows = len(tables)
-    for start in range(0, files_rows, POSITIONS_PER_BATCH):
-        yield slice(start, min(start + POSITIONS_PER_BATCH, files_rows))
-
-
-def _states(tables: OutcomeTables) -> Iterator[tuple[int, pa.Table]]:
+def _states_columns(tables: OutcomeTables, rows: slice) -> dict[str, Any]:
     known = prefixes(tables.depth, tables.drafters)
-    for rows in _batches(tables):
-        n = rows.stop - rows.start
-        columns = _ids(tables, rows, len(known))
-        columns["layer"] = np.tile(np.array([len(prefix) + 1 for prefix in known], np.int8), n)
-        columns["prefix"] = pa.array([list(prefix) for prefix in known] * n, pa.list_(pa.int8()))
-        for i, name in enumerate(tables.feature_names):
-            columns[f"f_{name}"] = tables.features[rows, :, i].ravel()
-        for j in range(1, tables.drafters):
-            columns[f"margin_{j}"] = tables.margins[rows, :, j - 1].ravel()
-        columns["visit_weight"] = tables.visits[rows].ravel()
-        yield n, pa.table(columns)
+    n = rows.stop - rows.start
+    columns = _ids(tables, rows, len(known))
+    columns["layer"] = np.tile(np.array([len(prefix) + 1 for prefix in known], np.int8), n)
+    columns["prefix"] = pa.array([list(prefix) for prefix in known] * n, pa.list_(pa.int8()))
+    for i, name in enumerate(tables.feature_names):
+        columns[f"f_{name}"] = tables.features[rows, :, i].ravel()
+    for j in range(1, tables.drafters):
+        columns[f"margin_{j}"] = tables.margins[rows, :, j - 1].ravel()
+    columns["visit_weight"] = tables.visits[rows].ravel()
+    return columns
 
 
-def _lists(values: np.ndarray) -> pa.Array:
+def _schedules_columns(tables: OutcomeTables, rows: slice) -> dict[str, Any]:
+    plans = schedules(tables.depth, tables.drafters).astype(np.int8)
+    columns = _ids(tables, rows, len(plans))
+    columns["prompt_tokens"] = np.repeat(tables.prompt_tokens[tables.prompt_of[rows]], len(plans)).astype(np.int32)
+    columns["tokens_left"] = np.repeat(tables.left[rows], len(plans)).astype(np.int32)
+    columns["schedule"] = _lists(np.tile(plans, (rows.stop - rows.start, 1)))
+    columns["accepted"] = _lists(tables.accepted[rows])
+    columns["expected"] = _lists(tables.mass[rows])
+    columns["nodes"] = tables.nodes[rows].ravel()
+    columns["layer_tokens"] = _lists(tables.layer_tokens[rows])
+    columns["path_processed"] = _lists(tables.path_processed[rows])
+    return columns
+
+
+def _lists(values: NDArray[Any]) -> pa.Array:
     """[..., n] as a column of lists of n."""
     width = values.shape[-1]
     count = values.size // max(width, 1)
     return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * width, pa.array(values.ravel()))
 
 
-def _schedules(tables: OutcomeTables) -> Iterator[tuple[int, pa.Table]]:
-    plans = schedules(tables.depth, tables.drafters).astype(np.int8)
-    for rows in _batches(tables):
-        n = rows.stop - rows.start
-        columns = _ids(tables, rows, len(plans))
-        columns["prompt_tokens"] = np.repeat(tables.prompt_tokens[tables.prompt_of[rows]], len(plans)).astype(np.int32)
-        columns["tokens_left"] = np.repeat(tables.left[rows], len(plans)).astype(np.int32)
-        columns["schedule"] = _lists(np.tile(plans, (n, 1)))
-        columns["accepted"] = _lists(tables.accepted[rows])
-        columns["expected"] = _lists(tables.mass[rows])
-        columns["nodes"] = tables.nodes[rows].ravel()
-        columns["layer_tokens"] = _lists(tables.layer_tokens[rows])
-        columns["path_processed"] = _lists(tables.path_processed[rows])
-        yield n, pa.table(columns)
+def trace_manifest(folder: Path, tables: dict[str, OutcomeTables], drafters: list[str]) -> dict[str, Any]:
+    """What manifest.json says at least: the layout, the size of each split, and every Parquet file's digest.
+
+    Args:
+        tables: by split, as they were written below ``folder``; drafters: names in order of cost, [m].
+    """
+    some = next(iter(tables.values()))
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+        for table in TABLES
+        for path in sorted((folder / table).glob("*.parquet"))
+    }
+    return {
+        "schema": SCHEMA_VERSION,
+        "drafters": drafters,
+        "depth": some.depth,
+        "feature_names": some.feature_names,
+        "verified_sizes": list(some.sizes),
+        "splits": {split: split_counts(part) for split, part in tables.items()},
+        "files": files,
+    }
+
+
+def split_counts(tables: OutcomeTables) -> dict[str, int]:
+    """Prompts, positions and rows of both tables."""
+    return {
+        "prompts": len(tables.prompt_ids),
+        "positions": len(tables),
+        "states": len(tables) * offset(tables.depth, tables.drafters),
+        "schedules": len(tables) * tables.drafters**tables.depth,
+    }
+
+
+def sha256(path: Path) -> str:
+    """Digest of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_traces(folder: Path, split: str) -> OutcomeTables:
-    """The labelled tables of a split.
+    """The labelled tables of a split; besides its arrays one row group is in memory.
+
+    It trusts the values: ``validation.read_validated`` checks them before.
 
     Raises:
         UserError: the folder is incomplete, of another schema, or a file lacks a column or is damaged.
     """
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        profile = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename} is missing, so the traces are incomplete; run stage traces again.") from None
-    except ValueError:
-        raise UserError(f"a JSON file in {folder} is damaged; run stage traces again.") from None
-    if manifest.get("schema") != SCHEMA_VERSION:
-        raise UserError(
-            f"the traces in {folder} have schema {manifest.get('schema')}, not {SCHEMA_VERSION}; make them anew."
-        )
-    names, m, depth = manifest["feature_names"], len(manifest["drafters"]), manifest["depth"]
-    sizes = tuple(manifest["verified_sizes"])
-    states = _read(folder / "states", split, states_schema(names, m))
-    plans = _read(folder / "schedules", split, schedules_schema(sizes))
-    per_state, per_plan = offset(depth, m), m**depth
-    positions = len(plans) // per_plan
-    if len(states) != positions * per_state or len(plans) != positions * per_plan:
+    layout = TraceLayout.from_manifest(read_object(folder / "manifest.json"))
+    costs = CostModel.from_json(read_object(folder / "profile.json").get("cost_model", {}))
+    states, plans = (layout.per_position(table) for table in TABLES)
+    files = {table: _files(folder / table, split, layout.schema(table)) for table in TABLES}
+    rows = {table: sum(pq.read_metadata(path).num_rows for path in paths) for table, paths in files.items()}
+    positions = rows["schedules"] // plans
+    if rows != {"states": positions * states, "schedules": positions * plans}:
         raise UserError(f"the {split} tables in {folder} hold an incomplete position; run stage traces again.")
-
-    def stacked(column: str, width: int) -> np.ndarray:
-        return (
-            plans[column].combine_chunks().flatten().to_numpy(zero_copy_only=False).reshape(positions, per_plan, width)
-        )
-
-    def of_states(columns: list[str]) -> np.ndarray:
-        values = [states[name].to_numpy().reshape(positions, per_state) for name in columns]
-        return np.stack(values, axis=-1) if values else np.zeros((positions, per_state, 0), np.float32)
-
-    ids = np.array(plans["prompt_id"].to_pylist()[::per_plan])
-    kinds = plans["kind"].to_pylist()[::per_plan]
-    starts = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])) if positions else np.zeros(0, np.int64)
-    ends = np.append(starts[1:], positions)
-    arrays = {
-        "features": of_states([f"f_{name}" for name in names]),
-        "accepted": stacked("accepted", len(sizes)),
-        "mass": stacked("expected", len(sizes)),
-        "nodes": plans["nodes"].to_numpy().reshape(positions, per_plan),
-        "layer_tokens": stacked("layer_tokens", depth),
-        "path_processed": stacked("path_processed", m),
-    }
-    prompt_tokens = plans["prompt_tokens"].to_numpy()[::per_plan]
-    tables = build_tables(
-        [
-            (
-                str(ids[a]),
-                kinds[a],
-                int(prompt_tokens[a]),
-                Outcomes(**{name: array[a:b] for name, array in arrays.items()}),
-            )
-            for a, b in zip(starts, ends, strict=True)
-        ],
-        names,
-        m,
-        depth,
-        sizes,
-        CostModel.from_json(profile["cost_model"]),
+    return OutcomeTables(
+        feature_names=layout.feature_names,
+        drafters=len(layout.drafters),
+        depth=layout.depth,
+        sizes=layout.sizes,
+        costs=costs,
+        **_read_states(files["states"], layout, positions),
+        **_read_schedules(files["schedules"], layout, positions),
     )
-    labels = of_states([f"margin_{j}" for j in range(1, m)])
-    return tables.labelled(labels, of_states(["visit_weight"])[..., 0])
 
 
-def _read(folder: Path, split: str, schema: pa.Schema) -> pa.Table:
+def _read_states(files: list[Path], layout: TraceLayout, positions: int) -> dict[str, Any]:
+    """Features, margins and visits of ``OutcomeTables``."""
+    states, names, strong = layout.per_position("states"), layout.feature_names, len(layout.drafters) - 1
+    features = np.empty((positions * states, len(names)), np.float32)
+    margins = np.empty((positions * states, strong), np.float32)
+    visits = np.empty(positions * states, np.float32)
+    for at, group in _groups(files):
+        for i, name in enumerate(names):
+            features[at, i] = group[f"f_{name}"].to_numpy()
+        for j in range(strong):
+            margins[at, j] = group[f"margin_{j + 1}"].to_numpy()
+        visits[at] = group["visit_weight"].to_numpy()
+    return {
+        "features": features.reshape(positions, states, -1),
+        "margins": margins.reshape(positions, states, strong),
+        "visits": visits.reshape(positions, states),
+    }
+
+
+def _read_schedules(files: list[Path], layout: TraceLayout, positions: int) -> dict[str, Any]:
+    """What the table of schedules holds of ``OutcomeTables``."""
+    plans = layout.per_position("schedules")
+    rows = positions * plans
+    arrays: dict[str, NDArray[Any]] = {
+        "accepted": np.empty((rows, len(layout.sizes)), np.int16),
+        "mass": np.empty((rows, len(layout.sizes)), np.float32),
+        "nodes": np.empty(rows, np.int16),
+        "layer_tokens": np.empty((rows, layout.depth), np.int16),
+        "path_processed": np.empty((rows, len(layout.drafters)), np.int16),
+    }
+    position, left = np.empty(positions, np.int64), np.empty(positions, np.int64)
+    ids: list[str] = []
+    kinds: list[str] = []
+    prompt_tokens: list[int] = []
+    starts: list[int] = []
+    for at, group in _groups(files):
+        for name, array in arrays.items():
+            column = group["expected" if name == "mass" else name].combine_chunks()
+            array[at] = (column if array.ndim == 1 else column.flatten()).to_numpy().reshape(-1, *array.shape[1:])
+        some = group.select(["prompt_id", "kind", "prompt_tokens", "position", "tokens_left"])
+        some = some.slice(-at.start % plans)
+        some = some.take(np.arange(0, len(some), plans))  # one row a position
+        first = -(-at.start // plans)
+        position[first : first + len(some)] = some["position"].to_numpy()
+        left[first : first + len(some)] = some["tokens_left"].to_numpy()
+        for name, start in zip(*runs(some["prompt_id"]), strict=True):
+            if not ids or ids[-1] != name:
+                ids.append(name)
+                kinds.append(some["kind"][start].as_py())
+                prompt_tokens.append(some["prompt_tokens"][start].as_py())
+                starts.append(first + start)
+    return {
+        "prompt_ids": ids,
+        "kinds": kinds,
+        "prompt_tokens": np.array(prompt_tokens, np.int64),
+        "prompt_of": np.repeat(np.arange(len(ids)), np.diff([*starts, positions])),
+        "position": position,
+        "left": left,
+        **{name: array.reshape(positions, plans, *array.shape[1:]) for name, array in arrays.items()},
+    }
+
+
+def runs(column: pa.ChunkedArray) -> tuple[list[str], list[int]]:
+    """The names in a column of strings, one for each run of equal ones, and the row at which each run starts."""
+    encoded = column.combine_chunks().dictionary_encode()
+    codes = encoded.indices.to_numpy()
+    if not len(codes):
+        return [], []
+    starts = np.concatenate([[0], np.flatnonzero(codes[1:] != codes[:-1]) + 1])
+    return encoded.dictionary.take(pa.array(codes[starts])).to_pylist(), starts.tolist()
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a trace folder's file; UserError where it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing, so the traces are incomplete; run stage traces again.") from None
+    except (OSError, ValueError):
+        raise UserError(f"{path} is damaged; run stage traces again.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold an object; run stage traces again.")
+    return value
+
+
+def _files(folder: Path, split: str, schema: pa.Schema) -> list[Path]:
+    """The files of a split, all of which have the columns of ``schema``."""
     files = sorted(folder.glob(f"{split}-*.parquet"))
     if not files:
         raise UserError(f"{folder} has no {split} file; run stage traces again.")
-    parts = []
     for path in files:
         try:
             found = pq.read_schema(path)
-            if not found.equals(schema):
-                missing = sorted(set(schema.names) - set(found.names))
-                what = f"lacks the columns {', '.join(missing)}" if missing else "has columns of other types"
-                raise UserError(f"{path} {what}; run stage traces again.")
-            parts.append(pq.read_table(path))
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(
-                f"{path} is damaged ({' '.join(str(error).split())[:120]}); run stage traces again."
-            ) from error
-    return pa.concat_tables(parts)
+            wrong = [
+                field.name
+                for field in schema
+                if field.name not in found.names or not same_type(field.type, found.field(field.name).type)
+            ]
+        except READ_ERRORS as error:
+            raise _damaged(path, error) from error
+        if wrong:
+            raise UserError(f"{path} lacks the column {wrong[0]} or has it in another type; run stage traces again.")
+    return files
 
 
-def data_card(pair: str, manifest: dict[str, Any], states: pa.Schema, plans: pa.Schema) -> str:
-    """README.md of a trace folder: what it holds, column by column, from the schemas themselves."""
-    lines = [
-        f"# Traces of {pair}",
-        "",
-        f"Schema version {SCHEMA_VERSION}. Splits are by prompt. Drafters in order of cost: "
-        f"{', '.join(manifest['drafters'])}. Depth {manifest['depth']}.",
-        "",
-        "| split | prompts | positions | states | schedules |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {split} | {c['prompts']} | {c['positions']} | {c['states']} | {c['schedules']} |"
-            for split, c in manifest["splits"].items()
-        ),
-    ]
-    for schema in (states, plans):
-        table = schema.metadata[b"treegraft.table"].decode()
-        lines += ["", f"## {table}", "", "| column | type | unit | meaning |", "|---|---|---|---|"]
-        for field in schema:
-            about = {key.decode(): value.decode() for key, value in field.metadata.items()}
-            lines.append(f"| {field.name} | {field.type} | {about['unit']} | {about['description']} |")
-    load = 'datasets.load_dataset("parquet", data_files={"train": "states/train-*.parquet"})'
-    return "\n".join([*lines, "", f"Load with `{load}`.", ""])
+def _groups(files: list[Path]) -> Iterator[tuple[slice, pa.Table]]:
+    """The row groups of several files in order, each with its rows' place in the whole."""
+    done = 0
+    for path in files:
+        try:
+            with pq.ParquetFile(path) as file:
+                for number in range(file.num_row_groups):
+                    group = file.read_row_group(number)
+                    yield slice(done, done + len(group)), group
+                    done += len(group)
+        except READ_ERRORS as error:
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: BaseException) -> UserError:
+    return UserError(f"{path} is damaged ({' '.join(str(error).split())[:120]}); run stage traces again.")

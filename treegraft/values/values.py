@@ -91,7 +91,7 @@ class Labelling:
 
 
 def policy_iteration(tables: OutcomeTables, start: IntArray, fit: Fit, rounds: int) -> Labelling:
-    """Label, fit, play, relabel, until the replayed speed stops rising.
+    """Label, fit, play, relabel, until the replayed speed falls or the policy stays as it is.
 
     Args:
         start: int64 [P, S], normally the best fixed schedule.
@@ -107,7 +107,8 @@ def policy_iteration(tables: OutcomeTables, start: IntArray, fit: Fit, rounds: i
         again = fit(tables, labels, visits)
         played = replay(tables, again)
         rates.append(played.tokens_per_ms)
-        if played.tokens_per_ms <= result.tokens_per_ms:
+        # An equal rate is no end: a decision may have changed that pays only once an earlier one has changed too.
+        if played.tokens_per_ms < result.tokens_per_ms or np.array_equal(again, actions):
             break
         actions, result, learnt_from = again, played, (labels, visits)
     final = margins(tables, actions, result.decode_rate, result.lag)

@@ -54,15 +54,15 @@ def outlook(kinds: str, text: np.ndarray, position: int) -> Outlook:
     likely, chances = alternatives(text), confidence(text)
     for i, token in enumerate(text[len(PROMPT) : len(PROMPT) + position].tolist()):
         read = state.index.tokens
-        best = state.index.continuations(read[-3:], len(read), best_only=True)
+        best = state.index.continuations(read, len(read), best_only=True)
         hits = 0.9 * hits + 0.1 * (bool(best) and best[0].token == token)
         sure = 0.9 * sure + 0.1 * chances[i]
         state.commit([token], likely[i : i + 1].tolist())
     if "n" not in kinds:
         return Outlook(position, 0.0, 0.0, 0.5, sure)
-    best = state.index.continuations(state.index.tokens[-3:], len(state.index.tokens), best_only=True)
-    chance = state.table[best[0].match - 1, 0] if best else 0.0
-    return Outlook(position, best[0].match / 3 if best else 0.0, chance, hits, sure)
+    best = state.index.continuations(state.index.tokens, len(state.index.tokens), best_only=True)
+    row = best[0].row if best else -1
+    return Outlook(position, (row + 1) / len(state.table), state.table[row, 0] if best else 0.0, hits, sure)
 
 
 def alternatives(text: np.ndarray) -> np.ndarray:
