@@ -77,7 +77,7 @@ def cost_line(config: "PairConfig", turns: list[Left]) -> str:
     try:
         costs = load_costs(config)
     except UserError as error:
-        return f"unknown, because there is no profile to tell: {error}"
+        return f"unknown: {error}"
     target, drafters = target_ms(costs, turns), drafters_ms(config, costs, turns)
     hours = (target + drafters) / 3_600_000
     return (

