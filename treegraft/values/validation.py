@@ -44,7 +44,10 @@ def validate_traces(folder: Path) -> tuple[list[str], str]:
     found = [check.prompts["states", split] for split in SPLITS]
     prompts, positions = sum(len(of) for of in found), sum(sum(of.values()) for of in found)
     rows = " and ".join(f"{check.rows[table]:,} {table}" for table in TABLES)
-    return check.faults, f"{folder} has no fault: {prompts:,} prompts, {positions:,} positions, {rows}."
+    # Names in damaged files may hold anything.
+    return [
+        _printable(fault) for fault in check.faults
+    ], f"{folder} has no fault: {prompts:,} prompts, {positions:,} positions, {rows}."
 
 
 class _Check:
@@ -214,6 +217,10 @@ def _sentence(error: BaseException) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """An error of pyarrow without its inner lines, one line of printable text."""
-    text = " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
-    return text[:120] or type(error).__name__
+    """An error of pyarrow, cut to what a sentence bears."""
+    return _printable(error)[:120] or type(error).__name__
+
+
+def _printable(text: object) -> str:
+    """One line without control characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
