@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipeline.methods import Bench
 
-TOKENS = 32  # decoded of each prompt at each depth, twice: the first time finds the rate
+MOST_TOKENS = 32  # decoded of each prompt at each depth, twice: the first time finds the rate
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", guess: float)
     from treegraft.scheduling.policy import never
 
     last = len(bench.config.drafters) - 1
+    length = min(MOST_TOKENS, bench.config.evaluate.max_new_tokens)
     tried = []
     for depth in progress(range(1, bench.config.decoding.depth + 1), desc="evaluate, strong baseline", unit="depth"):
         rate = guess
@@ -38,7 +39,7 @@ def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", guess: float)
             decoder = make_decoder(bench.models, bench.scheduler, never(), rate, [last], depth=depth)
             tokens, started = 0, perf_counter()
             for prompt in prompts:
-                tokens += decoder.generate(prompt.tolist(), TOKENS).metrics.tokens
+                tokens += decoder.generate(prompt.tolist(), length).metrics.tokens
             rate = tokens / ((perf_counter() - started) * 1000)
         tried.append(StrongDepth(depth, rate))
     return max(tried, key=lambda one: one.tokens_per_ms)
