@@ -93,7 +93,11 @@ def _validate(folder: Path) -> int:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder.")
     faults, summary = validate_traces(folder)
-    print("\n".join(faults or [summary]))
+    try:
+        print("\n".join(faults or [summary]), flush=True)
+    except BrokenPipeError:
+        # `| head` has read enough; nothing is left to say when Python closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_USER_ERROR if faults else 0
 
 

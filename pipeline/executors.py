@@ -7,6 +7,7 @@ whatever happens to the others. If the leader itself dies, the same command goes
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pipeline.params import PairConfig
 
 LEADER_SECONDS = 600.0  # a worker waits so long for the leader to begin: a cold start of a large installation
+CONNECT_SECONDS = 10.0
 LATE_SECONDS = 60.0  # the leader, done, waits so long for workers that have not come yet, lest they wait for it
 
 
@@ -142,9 +144,9 @@ def run_ray(job: Job) -> None:
         raise UserError(
             f"Ray gives every actor a device of its own: set device to auto, cpu or cuda, not {config.device}."
         )
-    job.begin()
     _connect(ray, config.label.workers)
     try:
+        job.begin()
         actor = ray.remote(_Actor).options(num_gpus=_gpus_of_an_actor(ray, config))
         actors = [actor.remote(str(Path.cwd())) for _ in range(config.label.workers)]
         job.work(_Onlooker(ray, [each.work.remote(job) for each in actors]), config.device, shown=True)
@@ -162,8 +164,6 @@ class _Actor:
 
     def work(self, job: Job) -> None:
         if not self.folder.is_dir():
-            import socket
-
             raise UserError(f"{socket.gethostname()} has no folder {self.folder}: all machines must share it.")
         os.chdir(self.folder)
         with _may_vanish(job.scratch):
@@ -213,14 +213,20 @@ def _connect(ray: Any, workers: int) -> None:
     """To the cluster that RAY_ADDRESS names, or to one of this process."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing reports home
     address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        cores = max(workers, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, logging_level="warning")
+        return
     try:
-        if address:
-            ray.init(address=address, logging_level="warning")
-        else:
-            cores = max(workers, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, logging_level="warning")
-    except ConnectionError as error:
-        raise UserError(f"The Ray cluster at RAY_ADDRESS {address} cannot be reached ({error}).") from error
+        if ":" in address:  # asked for here, because Ray itself goes on trying for many minutes
+            host, port = address.rpartition("://")[2].rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(address=address, logging_level="warning")
+    except (OSError, ValueError) as error:  # ConnectionError is an OSError
+        raise UserError(
+            f"The Ray cluster at RAY_ADDRESS {address} cannot be reached ({error}); one that asks for a token needs "
+            "RAY_AUTH_MODE=token here."
+        ) from error
 
 
 def _gpus_of_an_actor(ray: Any, config: "PairConfig") -> int:

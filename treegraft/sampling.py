@@ -83,7 +83,10 @@ class TokenChooser:
         """
         scores = logits.float()[None]
         if len(self.processors):
-            scores = self.processors(torch.tensor([text], device=logits.device), scores)  # type: ignore[arg-type]
+            ids = torch.tensor([text], device=logits.device)
+            # one by one: the list's own call inspects every processor's signature anew for each token
+            for processor in self.processors:
+                scores = processor(ids, scores)
         if self.record:
             self.scores.append(scores[0])
         if self.greedy:

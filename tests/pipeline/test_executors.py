@@ -21,7 +21,7 @@ import pytest
 
 from pipeline.claims import Claims
 from pipeline.cli import main
-from pipeline.executors import read_rank
+from pipeline.executors import _connect, read_rank
 from pipeline.label import make_job
 from pipeline.params import load_pair
 from tests.pipeline.tiny_pair import SLUG, make_pair
@@ -86,10 +86,15 @@ class Worker:
         self.pid: int = self.process.pid
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """kill -9 at work, and wait until it is gone."""
+        self.end()
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def end(self) -> None:
+        """kill -9 unless it has come to its end by itself, and wait until it is gone."""
         os.kill(self.pid, signal.SIGKILL)
         self.process.join(DEADLINE)
-        assert self.process.exitcode == -signal.SIGKILL
+        assert self.process.exitcode in (0, -signal.SIGKILL), self.errors.read_text()
 
     def finish(self) -> None:
         self.process.join(DEADLINE)
@@ -163,8 +168,8 @@ def test_kills_at_random_moments_change_nothing(expected: dict[str, bytes]) -> N
         while results() < after and time.monotonic() < deadline:
             time.sleep(0.002)
         for worker in workers:
-            worker.kill()
-        assert not OUTCOMES.exists()
+            worker.end()  # a worker that finds nothing left to do ends early
+        assert OUTCOMES.exists() == (workers[0].process.exitcode == 0)
     assert main(["label", SLUG]) == 0
     assert contents(OUTCOMES) == expected
 
@@ -221,6 +226,13 @@ def test_ray_without_the_package_is_one_sentence(
     assert main(["label", SLUG, "--set", "label.executor=ray"]) == 2
     assert "pip install 'treegraft[ray]'" in capsys.readouterr().err
     assert not SCRATCH.exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:port"])
+def test_a_ray_cluster_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match=f"RAY_ADDRESS {address} cannot be reached"):
+        _connect(None, 1)
 
 
 def test_ray_with_an_actor_killed_at_work_does_what_one_process_does(expected: dict[str, bytes]) -> None:
