@@ -23,7 +23,13 @@ def replacing(path: Path) -> Iterator[Path]:
     one instead of piling up; ``.dvcignore`` hides it meanwhile. One writer per file is assumed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    with _replacing_by(path, path.with_name(path.name + ".tmp")) as temporary:
+        yield temporary
+
+
+@contextlib.contextmanager
+def _replacing_by(path: Path, temporary: Path) -> Iterator[Path]:
+    """Yield ``temporary``; on a clean exit it becomes ``path``, otherwise it is gone."""
     try:
         yield temporary
         _flush(temporary)
@@ -91,15 +97,8 @@ def write_shared(path: Path, data: bytes) -> None:
 
     Each has a temporary name of its own. The folder must be there: where others have removed it, this fails.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with _replacing_by(path, path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")) as temporary:
         temporary.write_bytes(data)
-        _flush(temporary)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _flush(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

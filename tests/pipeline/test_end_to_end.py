@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.stages import STAGES
-from tests.pipeline.tiny_pair import SLUG, make_pair
+from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -20,12 +20,6 @@ REPO = Path(__file__).resolve().parents[2]
 def stage(name: str, *arguments: str) -> int:
     """Exit code of one stage, run in this process."""
     return main([name, SLUG, *arguments])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from pipeline.cli import main
 from pipeline.executors import _connect, read_rank
 from pipeline.label import make_job
 from pipeline.params import load_pair
-from tests.pipeline.tiny_pair import SLUG, make_pair
+from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.errors import UserError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -32,10 +32,6 @@ OUTCOMES = Path("data/outcomes") / SLUG
 SCRATCH = Path(".treegraft") / SLUG / "label"
 TORCHRUN = ["--set", "label.executor=torchrun"]
 DEADLINE = 600  # seconds; for machines that have much else to do
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

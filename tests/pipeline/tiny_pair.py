@@ -83,3 +83,8 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
         params[section] |= values
     (root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False), encoding="utf-8")
     return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path from there."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

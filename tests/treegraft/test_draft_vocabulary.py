@@ -1,0 +1,36 @@
+"""A drafter with a small head says the same of the tokens it has as one with the whole head."""
+
+import numpy as np
+import torch
+
+from treegraft.draft_vocabulary import UNKNOWN, DraftVocabulary
+from treegraft.drafters.lm import RowStore
+from treegraft.tree import IntArray
+
+VOCAB = 12
+TOKENS: IntArray = np.array([1, 4, 5, 11])
+
+
+def test_columns_and_tokens_are_each_others_inverse() -> None:
+    small = DraftVocabulary(len(TOKENS), TOKENS)
+    assert small.of_columns(small.columns_of(TOKENS)).tolist() == TOKENS.tolist()
+    others = np.setdiff1d(np.arange(VOCAB + 2), TOKENS)
+    assert (small.columns_of(others) == UNKNOWN).all()
+
+
+def test_scores_are_those_of_the_whole_head_over_the_tokens_it_has() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    masked = torch.full_like(logits, -float("inf"))
+    masked[:, TOKENS] = logits[:, TOKENS]
+    whole, small = (
+        RowStore(DraftVocabulary(VOCAB), 3, 0.7),
+        RowStore(DraftVocabulary(len(TOKENS), TOKENS), 3, 0.7),
+    )
+    rows = whole.append(masked)
+    assert small.append(logits[:, TOKENS]).tolist() == rows.tolist()
+    for ours, theirs in zip(small.top(rows, 3), whole.top(rows, 3), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    every = np.repeat(rows, VOCAB), np.tile(np.arange(VOCAB), len(rows))
+    edges, known = small.edges(*every), np.isin(every[1], TOKENS)
+    np.testing.assert_allclose(edges[known], whole.edges(*every)[known], rtol=1e-5)
+    assert np.isnan(edges[~known]).all()
