@@ -10,6 +10,7 @@ import torch
 
 from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
+from treegraft.errors import UserError
 from treegraft.models import LanguageModel, load_model, resolve_device, resolve_dtype
 from treegraft.settings import NgramSettings
 from treegraft.tree import IntArray
@@ -59,6 +60,11 @@ def load_models(
     kind = resolve_dtype(dtype, where)
     name, folder = target
     loaded = load_model(folder, name, where, kind, device_map)
+    if loaded.draft_tokens is not None:
+        raise UserError(
+            f"model '{name}' in {folder} was made for drafting and can say {len(loaded.draft_tokens)} of its "
+            f"{loaded.vocab_size} tokens only; it cannot be a target."
+        )
     models = [None if folder is None else load_model(folder, name, where, kind) for name, folder in drafters]
     vocabulary = [
         DraftVocabulary(loaded.vocab_size) if model is None else check_vocabularies(loaded, model) for model in models

@@ -1,10 +1,17 @@
 """A drafter with a small head says the same of the tokens it has as one with the whole head."""
 
+import json
+from pathlib import Path
+
 import numpy as np
+import pytest
 import torch
 
-from treegraft.draft_vocabulary import UNKNOWN, DraftVocabulary
+from tests.treegraft.tiny import save_tiny
+from treegraft.draft_vocabulary import DRAFT_VOCABULARY, UNKNOWN, DraftVocabulary
 from treegraft.drafters.lm import RowStore
+from treegraft.errors import UserError
+from treegraft.pair import load_models
 from treegraft.tree import IntArray
 
 VOCAB = 12
@@ -34,3 +41,12 @@ def test_scores_are_those_of_the_whole_head_over_the_tokens_it_has() -> None:
     edges, known = small.edges(*every), np.isin(every[1], TOKENS)
     np.testing.assert_allclose(edges[known], whole.edges(*every)[known], rtol=1e-5)
     assert np.isnan(edges[~known]).all()
+
+
+def test_a_model_with_a_small_head_is_no_target(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "small", VOCAB)
+    (folder / DRAFT_VOCABULARY).write_text(json.dumps(TOKENS.tolist()))
+    with pytest.raises(UserError, match=f"can say {len(TOKENS)} of its {VOCAB} tokens only"):
+        load_models(("small", folder), [("ngram", None)], "cpu")
+    models = load_models(("whole", save_tiny(tmp_path / "whole", VOCAB)), [("small", folder)], "cpu")
+    assert models.vocabulary[0].size == len(TOKENS)

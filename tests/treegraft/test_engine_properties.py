@@ -11,8 +11,10 @@ from tests.treegraft.reference import assert_caches_hold, assert_equal_to_plain,
 from tests.treegraft.test_decoder import CHEAP, RandomScheduler
 from tests.treegraft.tiny import cost_model, tiny_language_model
 from treegraft.costs import CostModel, LatencyCurve
+from treegraft.cpu_kernels import speed_up
 from treegraft.decoder import Decoder
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
+from treegraft.lean import lean_forward
 from treegraft.models import LanguageModel
 from treegraft.sampling import SamplingSettings
 from treegraft.scheduling.policy import FixedSchedule, Scheduler
@@ -24,9 +26,15 @@ SIZES = (0, 1, 2, 3, 5, 8, 13, 21)
 
 
 @functools.cache
-def model(vocab: int, layers: int, seed: int, half: bool = False) -> LanguageModel:
+def model(vocab: int, layers: int, seed: int, half: bool = False, lean: bool = False) -> LanguageModel:
     draft_tokens = np.arange(1, vocab, 2) if half else None
-    return tiny_language_model(vocab, layers, 16, 2, seed, name=f"{layers}-{seed}", draft_tokens=draft_tokens)
+    made = tiny_language_model(vocab, layers, 16, 2, seed, name=f"{layers}-{seed}", draft_tokens=draft_tokens)
+    if not lean:
+        return made
+    speed_up(made.module)
+    forward = lean_forward(made.module)
+    assert forward is not None
+    return replace(made, lean=forward)
 
 
 @st.composite
@@ -52,9 +60,9 @@ def sampling_settings(draw: st.DrawFn) -> SamplingSettings:
 @st.composite
 def decoders(draw: st.DrawFn) -> Decoder:
     vocab, layers, seed = draw(st.sampled_from([8, 13, 24])), draw(st.integers(1, 2)), draw(st.integers(0, 2))
-    limits = draw(draft_settings())
+    limits, lean = draw(draft_settings()), draw(st.booleans())
     target = replace(
-        model(vocab, layers, seed),
+        model(vocab, layers, seed, lean=lean),
         context_limit=draw(st.sampled_from([20, 30, 512])),
         eos_token_ids=tuple(sorted(draw(st.sets(st.integers(0, vocab - 1), max_size=2)))),
     )
@@ -65,9 +73,9 @@ def decoders(draw: st.DrawFn) -> Decoder:
             members.append(NgramDrafter(index, limits.ngram))
             continue
         drafter = {
-            "near": model(vocab, 1, seed),
-            "other": model(vocab, 1, seed + 1),
-            "half": model(vocab, 1, seed, half=True),
+            "near": model(vocab, 1, seed, lean=lean),
+            "other": model(vocab, 1, seed + 1, lean=lean),
+            "half": model(vocab, 1, seed, half=True, lean=lean),
             "target": target,
         }[kind]
         drafter = replace(drafter, context_limit=draw(st.sampled_from([9, 20, 512])))
