@@ -19,6 +19,7 @@ ENGINE_ONLY = (  # what transformers does not tell
     "steps",
     "calls",
     "strong_calls",
+    "fallbacks",
     "verified_nodes",
     "accepted_by_depth",
     "time_ms",

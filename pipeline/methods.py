@@ -138,6 +138,7 @@ def _row(metrics: "DecodingMetrics", decoder: "Decoder") -> dict[str, Any]:
         "steps": metrics.steps,
         "calls": metrics.calls,
         "strong_calls": sum(metrics.calls[i] for i in strong),
+        "fallbacks": metrics.fallbacks,
         "verified_nodes": metrics.verified_nodes,
         "accepted_by_depth": metrics.accepted_by_depth,
         "time_ms": {

@@ -44,7 +44,7 @@ from treegraft.pair import PairModels, load_models, make_drafters
 from treegraft.scheduling.checkpoint import WEIGHTS_FILE, SchedulerConfig, check_fits, load_scheduler
 from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
-from treegraft.scheduling.policy import LearnedScheduler, Scheduler
+from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler, Scheduler
 from treegraft.values.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def make_decoder(
     drafters = make_drafters(models, config.ngram, calibration, members)
     costs = CostModel.from_json(config.cost_model)
     settings = config.draft_settings if depth is None else replace(config.draft_settings, depth=depth)
-    return Decoder(models.target, drafters, policy, settings, costs, rate)
+    fallback = FixedSchedule(config.best_fixed)
+    return Decoder(models.target, drafters, policy, settings, costs, rate, fallback=fallback)
 
 
 def learned_scheduler(network: MarginNetwork, config: SchedulerConfig) -> LearnedScheduler:

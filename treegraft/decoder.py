@@ -23,7 +23,7 @@ from treegraft.runner import ModelRunner
 from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.features import RequestCosts, SchedulingState
 from treegraft.scheduling.outlook import Outlook, OutlookTracker
-from treegraft.scheduling.policy import Scheduler
+from treegraft.scheduling.policy import FixedSchedule, Scheduler, never
 from treegraft.settings import DraftSettings
 from treegraft.stopping import Finish, StopChecker
 from treegraft.tree import DraftTree, FloatArray, IntArray
@@ -71,6 +71,7 @@ class Decoder:
         costs, tokens_per_ms: together they choose the verified size from the hardware; without them every step
             verifies the largest size of ``settings.verified_sizes`` (as many nodes as there are).
         ignore_eos: go on after EOS (benchmarks of fixed length).
+        fallback: acts where the scheduler cannot tell; None skips there.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Decoder:
         costs: CostModel | None = None,
         tokens_per_ms: float = 0.0,
         ignore_eos: bool = False,
+        fallback: FixedSchedule | None = None,
     ) -> None:
         self.target = target
         self.drafters = list(drafters)
@@ -90,6 +92,7 @@ class Decoder:
         self.costs = costs
         self.tokens_per_ms = tokens_per_ms
         self.ignore_eos = ignore_eos
+        self.fallback = never() if fallback is None else fallback
         self.runner = ModelRunner(target)
         light = any(isinstance(drafter, NgramDrafter) for drafter in self.drafters)
         self._recycled = min(settings.ngram.recycled, target.vocab_size) if light else 0
@@ -213,9 +216,11 @@ class Decoder:
         prefix: tuple[int, ...] = ()
         for layer in range(1, self.settings.depth + 1):
             before = perf_counter()
-            action = self.scheduler.choose(
-                SchedulingState(tree, layer, prefix, self.settings, max_depth, costs, outlook)
-            )
+            state = SchedulingState(tree, layer, prefix, self.settings, max_depth, costs, outlook)
+            action = self.scheduler.choose(state)
+            if action is None:
+                metrics.fallbacks += 1
+                action = self.fallback.choose(state)
             decided = perf_counter()
             drafter = self.drafters[action]
             drafter.draft(tree, self.settings, layer, max_depth)

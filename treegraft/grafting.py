@@ -33,8 +33,10 @@ def reselect(
     children are in the tree already where it has) and whose children are not too deep to be of use.
     """
     n = tree.size
-    candidates = ~tree.expanded[drafter, :n] & (tree.layer[:n] >= layer - settings.look_back)
-    candidates &= tree.depth[:n] < max_depth
+    candidates = tree.depth[:n] < max_depth
+    candidates &= ~tree.expanded[drafter, :n]
+    if layer > settings.look_back:  # else all layers count
+        candidates &= tree.layer[:n] >= layer - settings.look_back
     if allowed is not None:
         candidates &= allowed
     return tree.best(np.flatnonzero(candidates), settings.width)

@@ -18,6 +18,8 @@ class DecodingMetrics:
     seconds: float = 0.0
     calls: list[int] = field(default_factory=list)
     """Layers in which drafter i acted, [m]."""
+    fallbacks: int = 0
+    """Decisions that the scheduler could not take, so that the fallback schedule did."""
     accepted_by_depth: list[int] = field(default_factory=list)
     """Steps whose accepted length (bonus token left out) was at least 1, 2, ..."""
     accepted_lengths: list[int] = field(default_factory=list)

@@ -6,7 +6,6 @@ nowhere else.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,40 +77,54 @@ def cost_features(costs: RequestCosts) -> list[float]:
 
 
 def features(state: SchedulingState) -> NDArray[np.float32]:
-    """The feature vector of a state, float32 [len(feature_names)]."""
-    tree, settings = state.tree, state.settings
+    """The feature vector of a state, float32 [len(feature_names)].
+
+    A decision may cost 50 microseconds in all, and a call of numpy takes one or two whatever it works on: over the
+    few dozen nodes of a tree, and the handful of a frontier, plain lists are cheaper.
+    """
+    tree, settings, outlook = state.tree, state.settings, state.outlook
     strong = tree.drafters - 1
     called = [0.0] * (settings.depth * strong)
+    calls = 0
     for layer, action in enumerate(state.prefix):
         if action:
             called[layer * strong + action - 1] = 1.0
-    frontier = tree.frontier
-    again = reselect(tree, strong, settings, state.layer, state.max_depth) if strong else frontier
-    depth = _mean(tree.depth[frontier])
-    leaf_share = 1.0 - _mean(tree.has_children()[frontier])
-    chances = np.exp(tree.score[: tree.size])
-    debt = lookback = overlap = score = again_mass = 0.0
-    if len(again):
-        debt = depth - _mean(tree.depth[again])
-        lookback = _mean(tree.layer[again] < state.layer - 1)
-        overlap = len(set(again.tolist()).intersection(frontier.tolist())) / settings.width
-        score = _mean(tree.score[again])
-        again_mass = float(chances[again].sum())
-    calls = sum(action > 0 for action in state.prefix)
-    position = [state.layer / settings.depth, calls / settings.depth]
-    shape = [depth, leaf_share, debt, lookback, overlap, score]
-    outlook = state.outlook
-    text = [math.log1p(outlook.answer_tokens), outlook.match, outlook.chance, outlook.hits, outlook.confidence]
-    below_root = chances[1:][tree.parent[1 : tree.size] == 0]
-    mass = [
-        float(below_root.max()) if len(below_root) else 0.0,
-        float(chances[1:].sum()),
-        float(chances[frontier].sum()),
-        again_mass,
-    ]
+            calls += 1
+    position = (state.layer / settings.depth, calls / settings.depth)
+    text = (math.log1p(outlook.answer_tokens), outlook.match, outlook.chance, outlook.hits, outlook.confidence)
+    shape, mass = _bare_root(state) if tree.size == 1 else _grown(state)
     return np.array([*cost_features(state.costs), *position, *called, *shape, *text, *mass], np.float32)
 
 
-def _mean(values: NDArray[Any]) -> float:
-    """numpy's own ``mean`` takes several times longer on a handful of numbers."""
-    return float(values.sum()) / len(values)
+def _bare_root(state: SchedulingState) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """What ``_grown`` says of a tree without nodes: the first layer's, and every later one's if nothing was found."""
+    settings = state.settings
+    again = float(state.tree.drafters == 1 or (state.max_depth > 0 and state.layer <= settings.look_back))
+    return (0.0, 1.0, 0.0, again * (state.layer > 1), again / settings.width, 0.0), (0.0, 0.0, 1.0, again)
+
+
+def _grown(state: SchedulingState) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The tree's shape (frontier_depth .. reselected_score) and its mass (root_chance .. reselected_mass)."""
+    tree, settings = state.tree, state.settings
+    strong, n = tree.drafters - 1, tree.size
+    front = tree.frontier.tolist()
+    again = reselect(tree, strong, settings, state.layer, state.max_depth).tolist() if strong else front
+    parent, depth = tree.parent[:n].tolist(), tree.depth[:n].tolist()
+    chances = np.exp(tree.score[:n]).tolist()
+    inner = set(parent[1:])
+    front_depth = sum(depth[node] for node in front) / len(front)
+    leaf_share = sum(node not in inner for node in front) / len(front)
+    debt = lookback = overlap = score = 0.0
+    if again:
+        layer, scores = tree.layer[:n].tolist(), tree.score[:n].tolist()
+        debt = front_depth - sum(depth[node] for node in again) / len(again)
+        lookback = sum(layer[node] < state.layer - 1 for node in again) / len(again)
+        overlap = len(set(again).intersection(front)) / settings.width
+        score = sum(scores[node] for node in again) / len(again)
+    mass = (
+        max(chance for chance, above in zip(chances[1:], parent[1:], strict=True) if above == 0),
+        sum(chances) - 1.0,
+        sum(chances[node] for node in front),
+        sum(chances[node] for node in again),
+    )
+    return (front_depth, leaf_share, debt, lookback, overlap, score), mass

@@ -40,10 +40,12 @@ class MarginNetwork:
         self.means = _frozen(means)
         self.scales = _frozen(scales)
         self._check_shapes()
-        # A product is cheaper than a quotient; computed in float64 and rounded once.
-        self._inverse_scales = _frozen(1.0 / self.scales.astype(np.float64))
-        self._inner = tuple(zip(self.weights[:-1], self.biases[:-1], strict=True))
-        self._last_weight, self._last_bias = self.weights[-1], self.biases[-1]
+        # Standardising is linear: the first layer does it on the way. Computed in float64 and rounded once.
+        first = self.weights[0] / self.scales.astype(np.float64)[:, None]
+        weights = [_frozen(first), *self.weights[1:]]
+        biases = [_frozen(self.biases[0] - self.means.astype(np.float64) @ first), *self.biases[1:]]
+        self._inner = tuple(zip(weights[:-1], biases[:-1], strict=True))
+        self._last_weight, self._last_bias = weights[-1], biases[-1]
 
     def _check_shapes(self) -> None:
         if not self.weights or len(self.weights) != len(self.biases):
@@ -79,9 +81,7 @@ class MarginNetwork:
         Raises:
             ValueError: the last axis of ``features`` is not F long (numpy's own message).
         """
-        # dtype= keeps float64 input from turning every later product into a slow mixed-type one.
-        values = np.subtract(features, self.means, dtype=np.float32)
-        values *= self._inverse_scales
+        values = np.asarray(features, np.float32)  # float64 would turn every product into a slow mixed-type one
         for weight, bias in self._inner:
             values = values.dot(weight)  # less call overhead than @
             values += bias

@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-import numpy as np
-
 from treegraft.errors import UserError
 from treegraft.scheduling.features import SchedulingState, features
 from treegraft.scheduling.network import MarginNetwork
@@ -12,8 +10,8 @@ from treegraft.scheduling.network import MarginNetwork
 class Scheduler(Protocol):
     """Decides layer by layer which drafter acts."""
 
-    def choose(self, state: SchedulingState) -> int:
-        """The action for ``state.layer``: a drafter's index, 0 being the light one."""
+    def choose(self, state: SchedulingState) -> int | None:
+        """The action for ``state.layer``: a drafter's index, 0 being the light one; None if it cannot tell."""
         ...
 
 
@@ -38,7 +36,7 @@ def always(depth: int, drafter: int = 1) -> FixedSchedule:
 
 
 class LearnedScheduler:
-    """Calls the drafter with the largest positive margin, else skips."""
+    """Calls the drafter with the largest positive margin, else skips; cannot tell if no such margin is possible."""
 
     def __init__(self, network: MarginNetwork, names: list[str], expected: list[str]) -> None:
         if names != expected:
@@ -48,7 +46,10 @@ class LearnedScheduler:
             )
         self.network = network
 
-    def choose(self, state: SchedulingState) -> int:
-        margins = self.network.margins(features(state))
-        best = int(np.argmax(margins))
-        return best + 1 if margins[best] > 0 else 0
+    def choose(self, state: SchedulingState) -> int | None:
+        margins = self.network.margins(features(state)).tolist()
+        largest = max(margins)
+        # A call adds no more tokens than are verified at most; NaN fails the comparison too.
+        if not abs(largest) <= state.settings.verified_sizes[-1]:
+            return None
+        return margins.index(largest) + 1 if largest > 0 else 0
