@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("pair", help="slug of a pair in params.yaml whose scheduler has been exported")
     parser.add_argument("--prompts", type=int, default=2, help="test prompts of each kind")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens for each prompt")
+    parser.add_argument("--methods", nargs="+", help="only these, besides plain (default: all)")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
 
@@ -47,6 +48,10 @@ def main() -> None:
     strong = tuned_strong(bench, select_prompts(config.prompts.sources, config.label)["validation"], tuned)
     methods = make_methods(bench, strong) | hf_methods(bench.models, options.tokens)
     methods["ngram_not_recycled"] = not_recycled(bench)
+    if options.methods:
+        if unknown := sorted(set(options.methods) - methods.keys()):
+            parser.error(f"{unknown[0]} is no method; there are {', '.join(methods)}")
+        methods = {name: methods[name] for name in dict.fromkeys(["plain", *options.methods])}
     prompts = take(split_prompts(load_prompts(config.prompts.sources))["test"], options.prompts)
     rows = measure(methods, bench, prompts)
     figures = {
@@ -107,7 +112,7 @@ def against(rows: list[dict[str, Any]]) -> dict[str, Any]:
     kind = {row["prompt"]: row["kind"] for row in rows}
     found: dict[str, Any] = {}
     for ours, theirs in OPPONENTS.items():
-        if (theirs, rows[0]["prompt"]) not in pace:
+        if not {ours, theirs} <= {row["method"] for row in rows}:
             continue
         ratios = {prompt: pace[theirs, prompt] / pace[ours, prompt] for prompt in kind}
         kinds: dict[str, list[float]] = {}
@@ -126,7 +131,9 @@ def against(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def recycling(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Accepted tokens a step and speed of the n-gram drafter with the target's earlier choices, over those without."""
-    found = {}
+    found: dict[str, Any] = {}
+    if not {"ngram", "ngram_not_recycled"} <= {row["method"] for row in rows}:
+        return found
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own, bare = (
             [row for row in rows if row["kind"] == kind and row["method"] == name]
@@ -146,6 +153,8 @@ def overhead(rows: list[dict[str, Any]]) -> dict[str, float]:
     found = {}
     for name in ("plain", "ngram", "strong", "fixed", "treegraft"):
         own = [row for row in rows if row["method"] == name]
+        if not own:
+            continue
         spent = {part: sum(row["time_ms"][part] for row in own) for part in own[0]["time_ms"]}
         decoding = sum(spent.values()) - spent["prefill"]
         forwards = sum(row["forward_ms"] for row in own)

@@ -37,9 +37,11 @@ def rebuild(config: PairConfig) -> None:
         raise UserError(f"The pair {config.slug} has {len(drafters)} distilled drafters; --rebuild needs exactly one.")
     _require_target(config)
     splits = split_prompts(load_prompts(config.prompts.sources))
+    taught = load_prompts([drafters[0].distilled.parent / TAUGHT])
+    _refuse_shared(taught, [prompt for of_split in splits.values() for prompt in of_split])
     agreement = train_drafter(
         target_folder=locate(config.paths.target),
-        prompts=[prompt.turns[0] for prompt in splits["train"]],
+        prompts=[prompt.turns[0] for prompt in taught],
         recipe=DrafterRecipe(),
         work=config.paths.scratch("draft"),
         out=drafters[0].distilled,
@@ -47,6 +49,17 @@ def rebuild(config: PairConfig) -> None:
         held_out=[(prompt.kind, prompt.turns[0]) for prompt in take(splits["test"], HELD_OUT_PER_KIND)],
     )
     log("agreement with the target: " + ", ".join(f"{kind} {share:.3f}" for kind, share in agreement.items()))
+
+
+def _refuse_shared(taught: list[Prompt], others: list[Prompt]) -> None:
+    """A drafter knows the answers it was taught; a scheduler that learns from these calls it far too often."""
+    known = {prompt.turns[0]: prompt for prompt in taught}
+    for prompt in others:
+        if prompt.turns[0] in known:
+            raise UserError(
+                f"the prompt {known[prompt.turns[0]].id} that the drafter is taught is also {prompt.id} of "
+                "prompts.sources; take it out of one of them."
+            )
 
 
 def _assemble(config: PairConfig, drafter: DrafterEntry) -> dict[str, Any]:

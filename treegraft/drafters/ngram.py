@@ -171,6 +171,8 @@ def expand(
         limit: tokens of the index's text that are committed; the last of them is the tree's root.
         table: chances of being accepted, float64 of ``table_shape``.
     """
+    if tree.expanded[drafter, tree.frontier].all():
+        return  # a frontier holds leaves only, and what found no continuation before finds none now
     ngram = settings.ngram
     log_table = np.log(table).tolist()
     reach = index.reach

@@ -55,6 +55,7 @@ class Comparing(RandomScheduler):
         found = dict(zip(names, features(state).tolist(), strict=True))
         expected = by_definition(state)
         np.testing.assert_allclose([found[name] for name in expected], list(expected.values()), rtol=1e-5, atol=1e-6)
+        assert not state.tree.has_children()[state.tree.frontier].any()  # a skip that found nothing relies on it
         self.sizes.add(state.tree.size)
         return super().choose(state)
 
