@@ -9,11 +9,12 @@ from typing import Any
 from pipeline.files import file_digest, write_json
 from pipeline.params import DrafterEntry, PairConfig
 from pipeline.progress import Steps, log
-from pipeline.prompts import load_prompts, split_prompts, take
+from pipeline.prompts import Prompt, load_prompts, split_prompts, take
 from treegraft.errors import UserError
 
 SCHEMA = 1
 
+TAUGHT = "prompts"  # folder beside a drafter's layers: prompts that it is trained on and nothing else is
 # Prompts of each kind, never trained on, by which a rebuilt drafter's agreement with the target is measured.
 HELD_OUT_PER_KIND = 5
 

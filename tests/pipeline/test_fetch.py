@@ -132,13 +132,15 @@ def test_draft_says_what_is_missing(tmp_path: Path) -> None:
         draft.rebuild(pair(tmp_path / "a"))
 
 
-def test_rebuild_trains_on_training_prompts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rebuild_trains_on_prompts_that_no_scheduler_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline import distill_drafter
     from pipeline.prompts import load_prompts, split_prompts
 
-    rows = [json.dumps({"question_id": index, "turns": [f"text {index}"]}) for index in range(20)]
-    Path("data/prompts").mkdir(parents=True)
-    Path("data/prompts/chat.jsonl").write_text("\n".join(rows))
+    def write(folder: str, numbers: range) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        rows = [json.dumps({"question_id": index, "turns": [f"text {index}"]}) for index in numbers]
+        Path(folder, "chat.jsonl").write_text("\n".join(rows))
+
     seen: dict[str, Any] = {}
 
     def train(**arguments: Any) -> dict[str, float]:
@@ -148,9 +150,15 @@ def test_rebuild_trains_on_training_prompts_only(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(distill_drafter, "train_drafter", train)
     config = with_layers(tmp_path)
     fetch.run(config)
+    write("data/prompts", range(20))
+    write("prompts", range(19, 30))
+    with pytest.raises(UserError, match="the prompt chat/19 that the drafter is taught is also chat/19"):
+        draft.rebuild(config)
+    assert not seen
+    write("prompts", range(20, 30))
     draft.rebuild(config)
     splits = split_prompts(load_prompts(["data/prompts"]))
-    assert seen["prompts"] == [prompt.turns[0] for prompt in splits["train"]]
+    assert seen["prompts"] == [f"text {index}" for index in range(20, 30)]
     assert {text for _, text in seen["held_out"]} <= {prompt.turns[0] for prompt in splits["test"]}
     assert seen["out"] == Path("layers.safetensors")
     assert (seen["target_folder"] / "config.json").is_file()

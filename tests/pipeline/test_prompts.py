@@ -158,3 +158,12 @@ def test_data_set_of_the_hub(tmp_path: Path) -> None:
         load_prompts([PromptSource(hub=str(tmp_path), split="test", field="talk", kind="k")])
     with pytest.raises(UserError, match="could not be loaded"):
         load_prompts([PromptSource(hub=str(tmp_path / "none"), split="test", field="question", kind="k")])
+
+
+def test_the_default_drafter_was_taught_nothing_that_schedulers_are_trained_or_tested_on() -> None:
+    taught, others = (
+        {turn for p in load_prompts([ROOT / "data" / name]) for turn in p.turns}
+        for name in ("drafters/prompts", "prompts")
+    )
+    assert taught
+    assert not taught & others
