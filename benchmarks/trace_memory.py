@@ -80,6 +80,7 @@ def parts(split: str, positions: int) -> Iterator[Any]:
                 nodes=random.integers(0, 40, (ANSWER, plans)).astype(np.int16),
                 layer_tokens=random.integers(0, 5, (ANSWER, plans, DEPTH)).astype(np.int16),
                 path_processed=random.integers(0, 5, (ANSWER, plans, DRAFTERS)).astype(np.int16),
+                mean_accepted=np.zeros((ANSWER, plans, 0), np.float32),
             )
             rows.append((f"random/{split}-{prompt}/0", "random", 64, outcomes))
         part = build_tables(rows, names, DRAFTERS, DEPTH, SIZES, costs)
@@ -96,7 +97,7 @@ def write(folder: Path, positions: int) -> int:
     lengths = {split: positions if split == "train" else ANSWER for split in SPLITS}
     for split, length in lengths.items():
         write_parts(folder, split, parts(split, length), length)
-    about = trace_manifest(folder, {split: some[0] for split, some in small.items()}, ["ngram", "strong"])
+    about = trace_manifest(folder, {split: some[0] for split, some in small.items()}, ["ngram", "strong"], 0.0)
     about["splits"]["train"] |= {"prompts": positions // ANSWER, "positions": positions}
     (folder / "profile.json").write_text(json.dumps({"cost_model": small["train"][0].costs.to_json()}))
     (folder / "calibration.json").write_text("{}")

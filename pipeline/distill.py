@@ -42,6 +42,8 @@ class Inputs:
     validation: "OutcomeTables"
     test: "OutcomeTables"
     calibration: dict[str, Any]
+    temperature: float
+    """Of the labelled answers."""
     tokenizer_hashes: dict[str, str]
     best_fixed: tuple[int, ...]
     """Fastest fixed schedule on the validation prompts."""
@@ -340,6 +342,7 @@ def read_inputs(config: "PairConfig") -> Inputs:
         tables["validation"],
         tables["test"],
         read_json(folder / "calibration.json", redo),
+        read_json(folder / "manifest.json", redo)["temperature"],
         _tokenizers(folder / "profile.json", redo),
         best_fixed(tables["validation"]),
         _digest(config),
@@ -424,7 +427,7 @@ def _scheduler_config(config: "PairConfig", inputs: Inputs, best: Fit, metrics: 
         tokenizer_hashes=inputs.tokenizer_hashes,
         replay={split: metrics["replay"][split] for split in ("validation", "test")},
         provenance={
-            "data": {"kinds": kinds}
+            "data": {"kinds": kinds, "temperature": inputs.temperature}
             | {f"{split}_{name}": n for split, d in metrics["data"].items() for name, n in d.items()},
             "chosen": metrics["chosen"],
             "distill": config.distill.model_dump(mode="json"),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from treegraft.pair import PairModels
     from treegraft.values.calibration import Calibration
 
-SCHEMA = 1
+SCHEMA = 2
 SAFE_NODES = 3  # verified n-gram nodes while answering, before anything is known about the machine
 CALIBRATION_TURNS = 48  # training answers that the calibration is fitted on, spread over the kinds
 
@@ -102,6 +102,7 @@ def make_job(config: "PairConfig") -> "LabelJob":
         "models": manifests,
         "machine": [config.device, config.dtype, config.threads],
         "decoding": config.decoding.model_dump(mode="json"),
+        "seed": config.seed,
         "label": config.label.model_dump(mode="json", exclude={"executor", "workers"}),
         "prompts": {split: [[p.id, list(p.turns)] for p in of_split] for split, of_split in prompts.items()},
         "code": _code_digest(),
@@ -167,7 +168,7 @@ class LabelJob:
         return self.scratch / "outcomes" / turn.file
 
     def answer_pieces(self, models: "Callable[[], PairModels]") -> list[Piece]:
-        """One a prompt: the target's greedy answers to its turns."""
+        """One a prompt: the target's answers to its turns."""
 
         def piece(split: str, prompt: Prompt) -> Piece:
             files = [self.answer_file(prompt, number) for number in range(len(prompt.turns))]
@@ -246,6 +247,7 @@ class LabelJob:
             "drafters": [drafter.name for drafter in config.drafters],
             "decoding": config.decoding.model_dump(mode="json"),
             "max_new_tokens": config.label.max_new_tokens,
+            "temperature": config.label.temperature,
             "turns": entries,
         }
         with replacing_folder(config.paths.outcomes) as folder:
@@ -279,9 +281,10 @@ def load_alike(config: "PairConfig", scratch: Path, share: Share) -> "PairModels
 
 
 def answer(config: "PairConfig", models: "PairModels", prompt: Prompt, files: list[Path]) -> None:
-    """The target's greedy answers to a prompt's turns; the n-gram drafter speeds it up without changing it."""
+    """The target's answers to a prompt's turns; the n-gram drafter speeds it up without changing it."""
     from treegraft.decoder import Decoder
     from treegraft.pair import encode_turns, make_drafters
+    from treegraft.sampling import SamplingSettings, prompt_seed
     from treegraft.scheduling.policy import never
 
     light = [i for i, model in enumerate(models.drafters) if model is None]
@@ -293,7 +296,8 @@ def answer(config: "PairConfig", models: "PairModels", prompt: Prompt, files: li
             drafters = make_drafters(models, settings.ngram, None, light)
             decoder = Decoder(models.target, drafters, never(), settings)
             tokens = encode_turns(models.target, prompt.turns, answers)
-            generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens)
+            sampling = SamplingSettings(config.label.temperature, seed=prompt_seed(config.seed, tokens))
+            generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens, sampling)
             stored = {
                 "prompt": tokens,
                 "answer": generated.tokens,
@@ -339,24 +343,31 @@ def evaluate(
     files: list[Path],
 ) -> None:
     """All schedules at every position of some answers, one file a turn; those that are there are left alone."""
+    from treegraft.sampling import SamplingSettings
     from treegraft.scheduling.features import RequestCosts
     from treegraft.values.lattice import Lattice, Outcomes
+    from treegraft.values.sampled import SampledTarget
 
+    label = config.label
     for turn, path in zip(turns, files, strict=True):
         if path.exists():
             continue
         # One of its own for each turn, for the same reason as the decoder's above.
+        target = None
+        if label.temperature > 0:
+            target = SampledTarget(models.target, SamplingSettings(label.temperature), label.tokens_per_forward)
         lattice = Lattice(
             config.decoding.settings(),
             models.drafters,
             models.vocabulary,
             calibration.temperatures,
             calibration.ngram_table,
-            config.label.tokens_per_forward,
+            label.tokens_per_forward,
+            target,
         )
         # Outcomes do not depend on the machine's speed: stage traces puts the measured costs into the features.
         unit = RequestCosts(turn.prompt_tokens, 1.0, (1.0,) * (len(models.drafters) - 1))
-        limit = min(config.label.max_new_tokens, models.target.context_limit - turn.prompt_tokens)
+        limit = min(label.max_new_tokens, models.target.context_limit - turn.prompt_tokens)
         outcomes = lattice.evaluate(turn.text, turn.prompt_tokens, turn.alternatives, turn.confidence, limit, unit)
         arrays = {name: getattr(outcomes, name) for name in Outcomes.__dataclass_fields__}
         write_shared(path, npz_bytes(arrays))

@@ -38,9 +38,11 @@ def run(config: "PairConfig") -> None:
     depth, m = config.decoding.depth, len(config.drafters)
     answered, evaluated = sum(turn.answered for turn in turns), sum(turn.evaluated for turn in turns)
     workers = {"local": "this process", "torchrun": "as many as are started", "ray": f"{config.label.workers} actors"}
+    temperature = config.label.temperature
+    how = f", sampled at temperature {temperature:g}" if temperature > 0 else ""
     lines = {
         "prompts": f"{len(job.prompts)}, with {len(turns)} turns",
-        "new tokens": f"at most {len(turns) * config.label.max_new_tokens} of {config.target.name}",
+        "new tokens": f"at most {len(turns) * config.label.max_new_tokens} of {config.target.name}{how}",
         "schedules": f"{m**depth} at each position ({m} drafters, depth {depth})",
         "claims": f"{2 * len(job.prompts) + 1} (every prompt's answers, the calibration, every prompt's schedules)",
         "done before": f"{answered} turns answered, {evaluated} evaluated",
@@ -78,7 +80,7 @@ def cost_line(config: "PairConfig", turns: list[Left]) -> str:
         costs = load_costs(config)
     except UserError as error:
         return f"unknown: {error}"
-    target, drafters = target_ms(costs, turns), drafters_ms(config, costs, turns)
+    target, drafters = target_ms(config, costs, turns), drafters_ms(config, costs, turns)
     hours = (target + drafters) / 3_600_000
     return (
         f"about {hours:.3g} h of one worker at most, an estimate from the profile: {target / 1000:.0f} s of the "
@@ -86,21 +88,27 @@ def cost_line(config: "PairConfig", turns: list[Left]) -> str:
     )
 
 
-def target_ms(costs: "CostModel", turns: list[Left]) -> float:
-    """Plain decoding of the answers that are missing."""
-    return sum(
-        float(costs.prefill_ms(turn.prompt_tokens))
-        + turn.answer_tokens * (float(costs.verify_ms(0, _middle(turn))) + costs.step_ms)
-        for turn in turns
-        if not turn.answered
-    )
+def target_ms(config: "PairConfig", costs: "CostModel", turns: list[Left]) -> float:
+    """Plain decoding of the answers that are missing and, where they are sampled, all paths at missing positions."""
+    packed, ngram = config.label.tokens_per_forward, config.decoding.ngram
+    # A node that is expanded needs the target's distribution; so does each node of an n-gram chain but the last.
+    expanded = sum(ngram.path if drafter.kind == "ngram" else 1 for drafter in config.drafters)
+    total = 0.0
+    for turn in turns:
+        if not turn.answered:
+            total += float(costs.prefill_ms(turn.prompt_tokens))
+            total += turn.answer_tokens * (float(costs.verify_ms(0, _middle(turn))) + costs.step_ms)
+        if not turn.evaluated and config.label.temperature > 0:
+            nodes = turn.answer_tokens * _decisions(config) * config.decoding.width * expanded
+            total += float(costs.prefill_ms(turn.prompt_tokens + turn.answer_tokens))
+            total += math.ceil(nodes / packed) * float(costs.target.ms(packed, _middle(turn)))
+    return total
 
 
 def drafters_ms(config: "PairConfig", costs: "CostModel", turns: list[Left]) -> float:
     """All schedules at every position that is missing, and the calibration if nothing was evaluated yet."""
-    width, depth, m = config.decoding.width, config.decoding.depth, len(config.drafters)
-    decisions = sum(m**layer for layer in range(depth))  # each of them asks every drafter
-    packed = config.label.tokens_per_forward
+    width, packed = config.decoding.width, config.label.tokens_per_forward
+    decisions = _decisions(config)
     fitted = any(turn.evaluated for turn in turns)
     training = [turn for turn in turns if turn.trains]
     sample = [] if fitted else training[:: max(1, len(training) // CALIBRATION_TURNS)]
@@ -118,6 +126,12 @@ def drafters_ms(config: "PairConfig", costs: "CostModel", turns: list[Left]) -> 
                 total += float(costs.prompt_ms(drafter, turn.prompt_tokens + turn.answer_tokens))
                 total += forwards * float(curve.ms(packed, _middle(turn)))
     return total
+
+
+def _decisions(config: "PairConfig") -> int:
+    """Scheduling states of a position; in each of them every drafter is asked."""
+    m = len(config.drafters)
+    return sum(m**layer for layer in range(config.decoding.depth))
 
 
 def _middle(turn: Left) -> int:

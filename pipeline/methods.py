@@ -112,11 +112,10 @@ def _decoder(bench: Bench, members: list[int], policy: Any, rate: float, depth: 
 
 def timed(config: "PairConfig", decoder: "Decoder") -> Method:
     """A decoder as a method of this evaluation's length and temperature."""
-    from treegraft.sampling import SamplingSettings
-
-    sampling = SamplingSettings(temperature=config.evaluate.temperature, seed=config.seed)
+    from treegraft.sampling import SamplingSettings, prompt_seed
 
     def method(tokens: "np.ndarray") -> dict[str, Any]:
+        sampling = SamplingSettings(config.evaluate.temperature, seed=prompt_seed(config.seed, tokens))
         result = decoder.generate(tokens.tolist(), config.evaluate.max_new_tokens, sampling)
         return _row(result.metrics, decoder) | {
             "finish": result.finish,

@@ -60,6 +60,7 @@ def _threads(value: object) -> object:
 Name = Annotated[str, _text(r"[A-Za-z0-9][A-Za-z0-9._-]*", "letters, digits, '.', '_' and '-'")]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=0)]
 Sha256 = Annotated[str, _text("[0-9a-f]{64}", "64 hexadecimal digits in lower case")]
 Device = Annotated[str, _text("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:<number>")]
 Threads = Annotated[Literal["auto"] | int, BeforeValidator(_threads)]
@@ -132,6 +133,8 @@ class LabelParams(Section):
     validation_per_kind: Positive
     test_per_kind: Positive
     max_new_tokens: Positive
+    temperature: Temperature
+    """Of the target's answers: 0 is greedy, above it they are sampled with a seed for each prompt."""
     tokens_per_forward: Positive
     executor: Literal["local", "torchrun", "ray"]
     workers: Positive
@@ -168,7 +171,7 @@ class EvaluateParams(Section):
     """The measured comparison on the label section's test prompts."""
 
     max_new_tokens: Positive
-    temperature: Annotated[float, Field(ge=0)]
+    temperature: Temperature
     repeats: Positive
     bootstrap: Positive
     hf_baselines: bool

@@ -81,7 +81,7 @@ STAGES: dict[str, Stage] = {
             "let the target answer the prompts and try every schedule at every position of the answers",
             ("models/targets/<target>/", "models/drafters/<drafter>/", "data/prompts/"),
             ("data/outcomes/<pair>/",),
-            ("models", "machine", "decoding", "prompts", "label"),
+            ("models", "machine", "seed", "decoding", "prompts", "label"),
         ),
         Stage(
             "traces",

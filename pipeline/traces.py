@@ -60,7 +60,7 @@ def run(config: "PairConfig") -> None:
         for split, part in labelled.items():
             write_split(folder, split, part)
         names = [drafter.name for drafter in config.drafters]
-        about = trace_manifest(folder, labelled, names) | {
+        about = trace_manifest(folder, labelled, names, manifest["temperature"]) | {
             "pair": config.slug,
             "best_fixed": list(schedule),
             "policy_iteration_tokens_per_ms": labels.rates,

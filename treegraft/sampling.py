@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from treegraft.errors import UserError
+from treegraft.tree import IntArray
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class SamplingSettings:
         for name, holds in checks.items():
             if not holds:
                 raise UserError(f"sampling setting {name} is {getattr(self, name)}, which is outside its range.")
+
+
+def prompt_seed(seed: int, prompt: IntArray) -> int:
+    """The seed for one of many prompts (token ids, int64 [n]), so that their answers do not draw the same numbers."""
+    return int(np.random.SeedSequence([seed, *prompt.tolist()]).generate_state(1)[0])
 
 
 class TokenChooser:

@@ -73,6 +73,7 @@ def synthetic_tables(turns: int, length: int, seed: int, depth: int = 2) -> Outc
             path_processed=np.stack([np.zeros_like(wanted), np.broadcast_to(2 * (calls > 0), wanted.shape)], -1).astype(
                 np.int16
             ),
+            mean_accepted=np.zeros((*wanted.shape, 0), np.float32),
         )
         prompts.append((f"maths/{seed}-{turn // 2}/{turn % 2}", "maths", 40 + turn, outcomes))
     tables = build_tables(prompts, names, 2, depth, sizes, costs())
@@ -112,7 +113,7 @@ def write_traces(config: PairConfig, tables: dict[str, OutcomeTables]) -> None:
     folder = config.paths.traces
     for split, table in tables.items():
         write_split(folder, split, table)
-    manifest = trace_manifest(folder, tables, [drafter.name for drafter in config.drafters])
+    manifest = trace_manifest(folder, tables, [drafter.name for drafter in config.drafters], 0.0)
     profile = {"cost_model": costs().to_json(), "tokenizer_hashes": {config.target.name: "abc"}}
     for name, value in (("profile", profile), ("calibration", CALIBRATION), ("manifest", manifest)):
         write_json(folder / f"{name}.json", value)

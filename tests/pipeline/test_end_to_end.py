@@ -66,6 +66,7 @@ def test_traces_load_with_datasets_and_pandas(finished: Path) -> None:
     frame = pd.read_parquet(sorted((folder / "schedules").glob("train-*.parquet"))[0])
     assert len(frame) % 8 == 0
     assert (frame["accepted"].map(max) <= frame["tokens_left"]).all()
+    assert (frame["mean_accepted"].map(len) == 0).all()  # greedy text
 
 
 def test_traces_have_no_fault_and_their_statistics_are_numbers(

@@ -23,7 +23,7 @@ from pipeline.claims import Claims
 from pipeline.cli import main
 from pipeline.executors import _connect, read_rank
 from pipeline.label import make_job
-from pipeline.params import load_pair
+from pipeline.params import PairConfig, load_pair
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.errors import UserError
 
@@ -286,14 +286,17 @@ def test_the_plan_counts_what_an_earlier_run_has_done(
     from tests.treegraft.tiny import cost_model
     from treegraft.costs import LatencyCurve
 
-    def cost() -> tuple[float, float]:
+    def cost(config: PairConfig) -> tuple[float, float]:
         turns = left_of(make_job(config))
-        return target_ms(costs, turns), drafters_ms(config, costs, turns)
+        return target_ms(config, costs, turns), drafters_ms(config, costs, turns)
 
     config = load_pair(SLUG)
     curve = LatencyCurve([1, 2], [16], [[1.0], [2.0]])
     costs = cost_model(curve, (None, curve))
-    whole = cost()
+    whole = cost(config)
+    sampled = cost(load_pair(SLUG, ["label.temperature=0.7"]))
+    assert sampled[0] > whole[0], "the target also looks at all paths"
+    assert sampled[1] == whole[1]
     worker = Worker()
     await_claim(worker.pid, "schedules-")
     worker.kill()
@@ -303,6 +306,6 @@ def test_the_plan_counts_what_an_earlier_run_has_done(
     turns = len([name for name in expected if name.endswith(".npz")])
     assert f"{turns} turns answered" in capsys.readouterr().out
     assert results() == before
-    half = cost()
+    half = cost(config)
     assert half[0] == 0 < whole[0]
     assert 0 < half[1] <= whole[1]

@@ -108,6 +108,7 @@ def test_unknown_key_is_named_with_a_suggestion(override: str, key: str, hint: s
         ("distill.epochs=0", "'distill.epochs' must be greater than or equal to 1"),
         ("distill.learning_rate=1e-3", "decimal point"),
         ("distill.learning_rate=.nan", "'distill.learning_rate' must be a finite number"),
+        ("label.temperature=-0.1", "'label.temperature' must be greater than or equal to 0"),
         ("distill.seeds=[1, 1]", "'distill.seeds' names a seed twice"),
         ("distill.hidden=[1, a]", "'distill.hidden.1' must be a whole number"),
         ("evaluate.hf_baselines=1", "'evaluate.hf_baselines' must be a valid boolean"),

@@ -108,6 +108,7 @@ def label(per_kind: int) -> LabelParams:
         validation_per_kind=per_kind,
         test_per_kind=per_kind,
         max_new_tokens=1,
+        temperature=0.0,
         tokens_per_forward=1,
         executor="local",
         workers=1,

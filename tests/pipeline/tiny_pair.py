@@ -47,6 +47,7 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
             "validation_per_kind": 1,
             "test_per_kind": 2,
             "max_new_tokens": 12,
+            "temperature": 0.0,
             "tokens_per_forward": 32,
             "executor": "local",
             "workers": 1,

@@ -42,6 +42,9 @@ class Outcomes:
     """[P, U, D]: tokens that the acting drafter processed in each layer, catching up left out; 0 for the light one."""
     path_processed: NDArray[np.int16]
     """[P, U, m]: leading tokens of root + true path that each drafter has processed (its KV if accepted)."""
+    mean_accepted: NDArray[np.float32]
+    """[P, U, G]: the mean of ``accepted`` over the target's draws, a token that ends the text left out; [P, U, 0] for
+    greedy text, where ``accepted`` is certain."""
 
 
 class PathTrie:
@@ -142,7 +145,7 @@ class _Branch:
 
 
 class Lattice:
-    """Evaluates all schedules along a text that the target produced greedily.
+    """Evaluates all schedules along a text that the target produced.
 
     Args:
         drafters: in order of cost; None stands for the n-gram drafter.
@@ -150,11 +153,8 @@ class Lattice:
         temperatures: calibration of each drafter, [m] (ignored for n-grams).
         ngram_table: calibration of the n-gram drafter, see ``table_shape``.
         tokens_per_forward: drafter tokens packed into one forward at most; bounds memory.
-        target: where the text was sampled, the target under the settings of that; ``expected`` is then of use.
+        target: where the text was sampled, the target under the settings of that; None for greedy text.
     """
-
-    expected: NDArray[np.float32]
-    """[P, U, G] of the last ``evaluate``: the exact expectation of the accepted length over the target's draws."""
 
     def __init__(
         self,
@@ -222,8 +222,6 @@ class Lattice:
         positions = len(text) - prompt_tokens
         if self.target is not None:
             self.target.begin(text, prompt_tokens)
-            shape = (positions, self.count**self.settings.depth, len(self.settings.verified_sizes))
-            self.expected = np.zeros(shape, np.float32)
         blocks = [self._block(first, min(self.block, positions - first)) for first in range(0, positions, self.block)]
         return Outcomes(*(np.concatenate([getattr(b, name) for b in blocks]) for name in Outcomes.__dataclass_fields__))
 
@@ -251,17 +249,8 @@ class Lattice:
                 child for action in range(m) for child in self._act(branches, action, layer, trie, first, roots)
             ]
         assert seen is not None
-        if self.target is not None:
-            self._expect(branches, self.target.reach(trie, first, roots), first)
-        return self._outcomes(branches, seen, first, count)
-
-    def _expect(self, leaves: list[_Branch], reach: FloatArray, first: int) -> None:
-        """Fill ``expected`` at a block's positions; ``reach``: float64 by trie id, the chance to come to a path."""
-        sizes = self.settings.verified_sizes
-        for leaf in leaves:
-            order, _ = verification_order(leaf.tree, sizes[-1])
-            chances = reach[np.array(leaf.paths, np.int64)[order]]
-            self.expected[first + leaf.at, code(leaf.prefix, self.count)] = accepted_mass(chances, sizes)
+        reach = None if self.target is None else self.target.reach(trie, first, roots)
+        return self._outcomes(branches, seen, reach, first, count)
 
     def _state(self, branch: _Branch, layer: int, first: int) -> SchedulingState:
         position = first + branch.at
@@ -312,7 +301,10 @@ class Lattice:
                 child.paths.append(trie.child(child.paths[child.tree.parent[node]], int(child.tree.token[node])))
         return children
 
-    def _outcomes(self, leaves: list[_Branch], seen: NDArray[np.float32], first: int, count: int) -> Outcomes:
+    def _outcomes(
+        self, leaves: list[_Branch], seen: NDArray[np.float32], reach: FloatArray | None, first: int, count: int
+    ) -> Outcomes:
+        """The arrays of a block; ``reach``: float64 by trie id, see ``SampledTarget``, or None for greedy text."""
         settings, m = self.settings, self.count
         sizes = settings.verified_sizes
         shape = (count, m**settings.depth)
@@ -323,6 +315,7 @@ class Lattice:
             nodes=np.zeros(shape, np.int16),
             layer_tokens=np.zeros((*shape, settings.depth), np.int16),
             path_processed=np.zeros((*shape, m), np.int16),
+            mean_accepted=np.zeros((*shape, 0 if reach is None else len(sizes)), np.float32),
         )
         for leaf in leaves:
             tree, where = leaf.tree, (leaf.at, code(leaf.prefix, m))
@@ -333,6 +326,8 @@ class Lattice:
             rank[order] = np.arange(len(order))
             out.accepted[where] = (rank[path][:, None] < np.array(sizes)).sum(axis=0)
             out.mass[where] = accepted_mass(probabilities, sizes)
+            if reach is not None:
+                out.mean_accepted[where] = accepted_mass(reach[np.array(leaf.paths)[order]], sizes)
             out.nodes[where] = tree.size - 1
             out.layer_tokens[where] = leaf.layer_tokens
             along = tree.row[:, np.concatenate([[0], path])] != NOT_PROCESSED  # [m, path + 1]

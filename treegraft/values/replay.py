@@ -66,9 +66,14 @@ def size_choice(tables: OutcomeTables, rate: float) -> IntArray:
     return choice
 
 
-def gains(tables: OutcomeTables, choice: IntArray) -> IntArray:
-    """Tokens that a step emits, bonus included, never beyond the answer's end: int64 [P, U]."""
-    accepted = np.take_along_axis(tables.accepted, choice[..., None], axis=-1)[..., 0].astype(np.int64)
+def gains(tables: OutcomeTables, choice: IntArray) -> FloatArray:
+    """Tokens that a step emits, bonus included, never beyond the answer's end: float64 [P, U].
+
+    Where the text was sampled, their mean over what the target may draw from the position on.
+    """
+    if tables.sampled:
+        return 1.0 + np.take_along_axis(tables.mean_accepted, choice[..., None], axis=-1)[..., 0].astype(np.float64)
+    accepted = np.take_along_axis(tables.accepted, choice[..., None], axis=-1)[..., 0].astype(np.float64)
     return np.minimum(accepted + 1, tables.left[:, None])
 
 

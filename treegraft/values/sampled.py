@@ -2,7 +2,8 @@
 
 Each emitted token is one draw from the target's processed distribution, and the walk goes down while the draw is a
 child. So a verified node is accepted with the product of the target's probabilities along its path, and the expected
-accepted length is the sum of that over the verified nodes: exact, without any drawing.
+accepted length is the sum of that over the verified nodes: exact, without any drawing. A node whose token ends the text
+is not counted, since no bonus token follows it: so the step's tokens are always one more than the sum.
 """
 
 from typing import Protocol
@@ -75,7 +76,9 @@ class SampledTarget:
         self.root_logits = self.runner.prefill(text, prompt_tokens - 1)
 
     def reach(self, trie: Paths, first: int, root_positions: IntArray) -> NDArray[np.float64]:
-        """The chance that the walk from its root comes to each node: float64 [len(trie)].
+        """The chance that the walk from its root comes to each node and goes on there: float64 [len(trie)].
+
+        It is 0 at a token that ends the text, and below it.
 
         Args:
             first: answer tokens before the first root; root_positions: int64 [B], the place of each root in the text.
@@ -96,9 +99,7 @@ class SampledTarget:
             places = at + np.array(trie.depth)[ids]
             logits = self.runner.forward(token[ids], places, visible, slice(0, len(ids)))
             self._edges(trie, edges, ids, logits, root_positions)
-        # Nothing is drawn after the end of the text.
-        ended = np.isin(token, self.model.eos_token_ids) & (np.arange(len(parent)) >= len(roots))
-        edges[ended[parent] & (parent != np.arange(len(parent)))] = -np.inf
+        edges[len(roots) :][np.isin(token[len(roots) :], self.model.eos_token_ids)] = -np.inf
         return np.exp(path_sums(parent, edges))
 
     def _edges(
@@ -126,7 +127,7 @@ class SampledTarget:
 
     def _log_probabilities(self, logits: torch.Tensor, texts: list[IntArray]) -> torch.Tensor:
         """Of every token after each text, under the settings: float64 [n, vocabulary]."""
-        scores = logits.float()
+        scores = logits[:, : self.model.vocab_size].float()
         if len(self.chooser.processors):
             longest = max(map(len, texts))
             # Processors ask which tokens a text holds, so repeating the last one changes nothing.

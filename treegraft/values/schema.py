@@ -9,7 +9,7 @@ import pyarrow as pa
 from treegraft.errors import UserError
 from treegraft.values.states import offset
 
-SCHEMA_VERSION = "2"
+SCHEMA_VERSION = "3"
 SPLITS = ("train", "validation", "test")
 
 FEATURES = {
@@ -88,6 +88,12 @@ def schedules_schema(sizes: tuple[int, ...]) -> pa.Schema:
         _field(
             "path_processed", pa.list_(pa.int16()), "tokens", "leading tokens of the true path each drafter processed"
         ),
+        _field(
+            "mean_accepted",
+            pa.list_(pa.float32()),
+            "tokens",
+            f"mean of accepted over the target's draws, the text's end left out, {grid} nodes; empty for greedy text",
+        ),
     ]
     return pa.schema(columns, metadata={"treegraft.schema": SCHEMA_VERSION, "treegraft.table": "schedules"})
 
@@ -109,6 +115,8 @@ class TraceLayout:
     depth: int
     sizes: tuple[int, ...]
     """The grid of verified sizes, [G]."""
+    temperature: float
+    """Of the target's answers; 0 is greedy text."""
 
     @staticmethod
     def from_manifest(manifest: dict[str, Any]) -> "TraceLayout":
@@ -123,7 +131,11 @@ class TraceLayout:
         depth = manifest.get("depth")
         if type(depth) is not int or not 1 <= depth <= 64:
             raise UserError("manifest.json has no usable depth.")
-        return TraceLayout(manifest["feature_names"], manifest["drafters"], depth, tuple(manifest["verified_sizes"]))
+        temperature = manifest.get("temperature")
+        if type(temperature) is not float or not 0 <= temperature < float("inf"):
+            raise UserError("manifest.json has no usable temperature.")
+        sizes = tuple(manifest["verified_sizes"])
+        return TraceLayout(manifest["feature_names"], manifest["drafters"], depth, sizes, temperature)
 
     def schema(self, table: str) -> pa.Schema:
         """Of the table ``states`` or ``schedules``."""
@@ -138,7 +150,13 @@ class TraceLayout:
 
     def width(self, column: str) -> int:
         """Length of every list in a column of lists of ``schedules``."""
-        widths = {"accepted": len(self.sizes), "expected": len(self.sizes), "path_processed": len(self.drafters)}
+        sizes = len(self.sizes)
+        widths = {
+            "accepted": sizes,
+            "expected": sizes,
+            "mean_accepted": sizes if self.temperature > 0 else 0,
+            "path_processed": len(self.drafters),
+        }
         return widths.get(column, self.depth)
 
 
@@ -149,7 +167,7 @@ def data_card(pair: str, manifest: dict[str, Any]) -> str:
         f"# Traces of {pair}",
         "",
         f"Schema version {SCHEMA_VERSION}. Splits are by prompt. Drafters in order of cost: "
-        f"{', '.join(layout.drafters)}. Depth {layout.depth}.",
+        f"{', '.join(layout.drafters)}. Depth {layout.depth}. Temperature of the answers {layout.temperature:g}.",
         "",
         "| split | prompts | positions | states | schedules |",
         "|---|---|---|---|---|",

@@ -14,8 +14,8 @@ from treegraft.values.states import offset
 class OutcomeTables:
     """Positions of many prompts (P in all), rows of one prompt contiguous and in text order.
 
-    ``features``, ``accepted``, ``mass``, ``nodes``, ``layer_tokens`` and ``path_processed`` are those of ``Outcomes``.
-    ``margins`` [P, S, m - 1] and ``visits`` [P, S] are the labels, zero before labelling.
+    ``features``, ``accepted``, ``mass``, ``nodes``, ``layer_tokens``, ``path_processed`` and ``mean_accepted`` are
+    those of ``Outcomes``. ``margins`` [P, S, m - 1] and ``visits`` [P, S] are the labels, zero before labelling.
     """
 
     prompt_ids: list[str]
@@ -40,6 +40,7 @@ class OutcomeTables:
     nodes: NDArray[np.int16]
     layer_tokens: NDArray[np.int16]
     path_processed: NDArray[np.int16]
+    mean_accepted: NDArray[np.float32]
     margins: NDArray[np.float32]
     visits: NDArray[np.float32]
 
@@ -50,6 +51,11 @@ class OutcomeTables:
     def actions(self) -> int:
         """m, the number of actions."""
         return self.drafters
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the text was drawn, so that ``accepted`` is one draw of many."""
+        return self.mean_accepted.shape[-1] > 0
 
     @property
     def context(self) -> NDArray[np.int64]:

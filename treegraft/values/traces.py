@@ -13,6 +13,7 @@ Rows are in the order of prompts, positions, and states or schedules, so tables 
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,21 +154,25 @@ def _schedules_columns(tables: OutcomeTables, rows: slice) -> dict[str, Any]:
     columns["nodes"] = tables.nodes[rows].ravel()
     columns["layer_tokens"] = _lists(tables.layer_tokens[rows])
     columns["path_processed"] = _lists(tables.path_processed[rows])
+    columns["mean_accepted"] = _lists(tables.mean_accepted[rows])
     return columns
 
 
 def _lists(values: NDArray[Any]) -> pa.Array:
     """[..., n] as a column of lists of n."""
-    width = values.shape[-1]
-    count = values.size // max(width, 1)
-    return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * width, pa.array(values.ravel()))
+    *rows, width = values.shape
+    offsets = np.arange(math.prod(rows) + 1, dtype=np.int32) * width
+    return pa.ListArray.from_arrays(offsets, pa.array(values.ravel()))
 
 
-def trace_manifest(folder: Path, tables: dict[str, OutcomeTables], drafters: list[str]) -> dict[str, Any]:
+def trace_manifest(
+    folder: Path, tables: dict[str, OutcomeTables], drafters: list[str], temperature: float
+) -> dict[str, Any]:
     """What manifest.json says at least: the layout, the size of each split, and every Parquet file's digest.
 
     Args:
-        tables: by split, as they were written below ``folder``; drafters: names in order of cost, [m].
+        tables: by split, as they were written below ``folder``; drafters: names in order of cost, [m];
+        temperature: of the target's answers.
     """
     some = next(iter(tables.values()))
     files = {
@@ -181,6 +186,7 @@ def trace_manifest(folder: Path, tables: dict[str, OutcomeTables], drafters: lis
         "depth": some.depth,
         "feature_names": some.feature_names,
         "verified_sizes": list(some.sizes),
+        "temperature": temperature,
         "splits": {split: split_counts(part) for split, part in tables.items()},
         "files": files,
     }
@@ -261,6 +267,7 @@ def _read_schedules(files: list[Path], layout: TraceLayout, positions: int) -> d
         "nodes": np.empty(rows, np.int16),
         "layer_tokens": np.empty((rows, layout.depth), np.int16),
         "path_processed": np.empty((rows, len(layout.drafters)), np.int16),
+        "mean_accepted": np.empty((rows, layout.width("mean_accepted")), np.float32),
     }
     position, left = np.empty(positions, np.int64), np.empty(positions, np.int64)
     ids: list[str] = []
@@ -270,7 +277,8 @@ def _read_schedules(files: list[Path], layout: TraceLayout, positions: int) -> d
     for at, group in _groups(files):
         for name, array in arrays.items():
             column = group["expected" if name == "mass" else name].combine_chunks()
-            array[at] = (column if array.ndim == 1 else column.flatten()).to_numpy().reshape(-1, *array.shape[1:])
+            values = column if array.ndim == 1 else column.flatten()
+            array[at] = values.to_numpy().reshape(array[at].shape)
         some = group.select(["prompt_id", "kind", "prompt_tokens", "position", "tokens_left"])
         some = some.slice(-at.start % plans)
         some = some.take(np.arange(0, len(some), plans))  # one row a position

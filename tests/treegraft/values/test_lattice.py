@@ -14,6 +14,7 @@ from treegraft.drafters import LanguageModelDrafter
 from treegraft.drafters.ngram import NgramState, prior_table
 from treegraft.grafting import accepted_mass, verification_order
 from treegraft.models import LanguageModel
+from treegraft.sampling import SamplingSettings
 from treegraft.scheduling.features import RequestCosts, SchedulingState, feature_names, features
 from treegraft.scheduling.outlook import Outlook
 from treegraft.scheduling.policy import FixedSchedule
@@ -85,6 +86,7 @@ def naive(kinds: str, text: np.ndarray) -> Outcomes:
         np.zeros(shape, np.int16),
         np.zeros((*shape, depth), np.int16),
         np.zeros((*shape, m), np.int16),
+        np.zeros((*shape, 0), np.float32),  # greedy text
     )
     for position in range(positions):
         for u, plan in enumerate(plans.tolist()):
@@ -136,7 +138,7 @@ def naive(kinds: str, text: np.ndarray) -> Outcomes:
 def test_trie_evaluation_equals_naive_enumeration(kinds: str, chunk: int) -> None:
     text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, eos=False))
     trie, one_by_one = lattice_outcomes(kinds, text, chunk), naive(kinds, text)
-    for name in ("accepted", "nodes", "layer_tokens", "path_processed"):
+    for name in ("accepted", "nodes", "layer_tokens", "path_processed", "mean_accepted"):
         np.testing.assert_array_equal(getattr(trie, name), getattr(one_by_one, name), err_msg=name)
     np.testing.assert_allclose(trie.mass, one_by_one.mass, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(trie.features, one_by_one.features, rtol=1e-3, atol=1e-4)
@@ -148,11 +150,12 @@ def test_states_are_numbered_as_prefixes() -> None:
         assert [state_index(prefix, m) for prefix in prefixes(4, m)] == list(range(offset(4, m)))
 
 
+@pytest.mark.parametrize("sampling", [SamplingSettings(), SamplingSettings(temperature=0.9, seed=4)])
 @pytest.mark.parametrize("plan", [(0, 0, 0), (1, 0, 1), (1, 1, 1), (0, 1, 0)])
-def test_replay_of_a_fixed_schedule_equals_the_decoder(plan: tuple[int, ...]) -> None:
+def test_replay_of_a_fixed_schedule_equals_the_decoder(plan: tuple[int, ...], sampling: SamplingSettings) -> None:
     """Steps, accepted tokens, verified nodes' count and drafter tokens: table and engine must tell the same story."""
     costs = cost_model(LatencyCurve([1, 64], [1], [[1.0], [4.0]]), (None, CHEAP), 0.01)
-    text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, eos=False))
+    text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, sampling, eos=False))
     outcomes = lattice_outcomes("na", text, 64)
     tables = build_tables(
         [("a/0", "a", len(PROMPT), outcomes)], feature_names(3, 2), 2, 3, SETTINGS.verified_sizes, costs
@@ -161,7 +164,9 @@ def test_replay_of_a_fixed_schedule_equals_the_decoder(plan: tuple[int, ...]) ->
     replayed = replay_fixed(tables, plan, rate)
     members = drafters("na")
     decoder = Decoder(TARGET, members, FixedSchedule(plan), SETTINGS, costs, rate, ignore_eos=True)
-    metrics = decoder.generate(PROMPT, COUNT).metrics
+    generated = decoder.generate(PROMPT, COUNT, sampling)
+    metrics = generated.metrics
+    assert PROMPT + generated.tokens == text.tolist()
     assert replayed.tokens.tolist() == [metrics.tokens]
     assert replayed.steps.tolist() == [metrics.steps]
     starts = np.cumsum([0, *(length + 1 for length in metrics.accepted_lengths)])[:-1]

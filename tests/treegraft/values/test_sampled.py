@@ -17,7 +17,7 @@ from treegraft.grafting import verification_order
 from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.features import RequestCosts
 from treegraft.tree import DraftTree
-from treegraft.values.lattice import Lattice, Outcomes
+from treegraft.values.lattice import Lattice, Outcomes, PathTrie
 from treegraft.values.sampled import SampledTarget, expected_accepted, path_sums
 from treegraft.values.states import code
 from treegraft.vocabulary import check_vocabularies
@@ -99,7 +99,10 @@ def distribution(text: list[int], sampling: SamplingSettings) -> np.ndarray:
 def walked(
     tree: DraftTree, kept: list[int], before: list[int], sampling: SamplingSettings, eos: tuple[int, ...]
 ) -> Any:
-    """The expectation by a forward for every verified node, and the distribution at each place of the walk."""
+    """The expectation by a forward for every verified node, and the distribution at each place of the walk.
+
+    A node whose token is in ``eos`` counts for nothing, and nothing below it does.
+    """
     total, chance = 0.0, {0: 1.0}
     after: dict[int, np.ndarray] = {}
     texts = {0: before}
@@ -107,25 +110,26 @@ def walked(
         if node:
             up = int(tree.parent[node])
             texts[node] = [*texts[up], int(tree.token[node])]
-            ended = up != 0 and int(tree.token[up]) in eos
-            chance[node] = 0.0 if ended else chance[up] * after[up][int(tree.token[node])]
+            ends = int(tree.token[node]) in eos
+            chance[node] = 0.0 if ends else chance[up] * after[up][int(tree.token[node])]
             total += chance[node]
         after[node] = distribution(texts[node], sampling)
     return total, after
 
 
+@pytest.mark.parametrize("eos", [(), (0, 4, 8, 12, 16, 20)])
 @pytest.mark.parametrize(("sampling", "chunk"), [(WARM, 64), (SamplingSettings(temperature=1.0), 5)])
-def test_the_lattice_expects_what_drawing_gives(sampling: SamplingSettings, chunk: int) -> None:
+def test_the_lattice_expects_what_drawing_gives(sampling: SamplingSettings, chunk: int, eos: tuple[int, ...]) -> None:
     text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, sampling, eos=False))
-    lattice, _ = evaluated(text, sampling, chunk=chunk)
+    lattice, outcomes = evaluated(text, sampling, eos, chunk)
     random = np.random.default_rng(1)
     for position, prefix, g in ((0, (1, 1, 1), -1), (3, (0, 1, 0), -1), (6, (1, 0, 1), 2)):
         tree = lattice.trees[position, prefix]
         size = SETTINGS.verified_sizes[g]
         kept = verification_order(tree, size)[0].tolist()
         before = text[: len(PROMPT) + position].tolist()
-        exact, after = walked(tree, kept, before, sampling, ())
-        found = float(lattice.expected[position, code(prefix, 2), g])
+        exact, after = walked(tree, kept, before, sampling, eos)
+        found = float(outcomes.mean_accepted[position, code(prefix, 2), g])
         assert found == pytest.approx(exact, rel=1e-4, abs=1e-6)
         children = {(int(tree.parent[node]), int(tree.token[node])): node for node in kept}
         lengths = []
@@ -133,7 +137,7 @@ def test_the_lattice_expects_what_drawing_gives(sampling: SamplingSettings, chun
             at, length = 0, 0
             while True:
                 token = int(np.searchsorted(np.cumsum(after[at]), random.random(), side="right"))
-                if (at, token) not in children:
+                if (at, token) not in children or token in eos:
                     break
                 at, length = children[at, token], length + 1
             lengths.append(length)
@@ -147,15 +151,41 @@ def test_nothing_is_drawn_below_the_end_of_the_text() -> None:
     prefix, position = (1, 1, 1), 2
     tree = evaluated(text, sampling)[0].trees[position, prefix]
     inner = int(tree.token[int(tree.parent[tree.size - 1])])  # some token that has a child in this tree
-    lattice, _ = evaluated(text, sampling, eos=(inner,))
+    _, outcomes = evaluated(text, sampling, eos=(inner,))
     kept = verification_order(tree, SETTINGS.verified_sizes[-1])[0].tolist()
     exact, _ = walked(tree, kept, text[: len(PROMPT) + position].tolist(), sampling, (inner,))
-    assert float(lattice.expected[position, code(prefix, 2), -1]) == pytest.approx(exact, rel=1e-4, abs=1e-6)
+    assert float(outcomes.mean_accepted[position, code(prefix, 2), -1]) == pytest.approx(exact, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("temperature", "tolerance"), [(0.0, 0.0), (1e-4, 1e-3)])
 def test_the_greedy_end_is_the_accepted_length(temperature: float, tolerance: float) -> None:
     text = np.array(PROMPT + plain(TARGET, PROMPT, COUNT, eos=False))
-    lattice, outcomes = evaluated(text, SamplingSettings(temperature=temperature))
-    np.testing.assert_allclose(lattice.expected, outcomes.accepted, atol=tolerance)
+    _, outcomes = evaluated(text, SamplingSettings(temperature=temperature))
+    np.testing.assert_allclose(outcomes.mean_accepted, outcomes.accepted, atol=tolerance)
     assert outcomes.accepted.max() > 1
+
+
+def test_one_more_than_expected_is_what_a_step_emits_also_where_the_text_ends() -> None:
+    """Greedy text cut at a token that ends it: the step that comes to it emits no bonus token."""
+    answer = plain(TARGET, PROMPT, COUNT, eos=False)
+    end = next(token for i, token in enumerate(answer) if i >= 6 and token not in answer[:i])
+    text = np.array(PROMPT + answer[: answer.index(end) + 1])
+    _, outcomes = evaluated(text, SamplingSettings(), eos=(end,))
+    left = len(text) - len(PROMPT) - np.arange(len(text) - len(PROMPT))
+    emitted = np.minimum(outcomes.accepted + 1, left[:, None, None])
+    np.testing.assert_array_equal(1 + outcomes.mean_accepted, emitted)
+    assert (outcomes.accepted == left[:, None, None]).any(), "some tree holds the end of the text"
+
+
+def test_columns_of_logits_without_a_token_have_no_chance() -> None:
+    """As in the decoder, which cuts them off before it draws."""
+    sampling, tokens = SamplingSettings(temperature=1.0), VOCAB - 6
+    target = SampledTarget(replace(TARGET, vocab_size=tokens, eos_token_ids=()), sampling, 8)
+    target.begin(np.array(PROMPT), len(PROMPT))
+    trie = PathTrie(1)
+    for token in range(tokens):
+        trie.child(0, token)
+    chances = distribution(PROMPT, sampling)[:tokens]
+    np.testing.assert_allclose(
+        target.reach(trie, 0, np.array([len(PROMPT) - 1]))[1:], chances / chances.sum(), rtol=1e-4
+    )

@@ -19,7 +19,7 @@ from treegraft.values.validation import validate_traces
 
 ARRAYS = (
     *("prompt_ids", "kinds", "prompt_tokens", "prompt_of", "position", "left", "features", "accepted", "mass", "nodes"),
-    *("layer_tokens", "path_processed", "margins", "visits"),
+    *("layer_tokens", "path_processed", "mean_accepted", "margins", "visits"),
 )
 
 
@@ -29,19 +29,22 @@ def assert_equal(back: OutcomeTables, tables: OutcomeTables) -> None:
     assert (back.depth, back.drafters, back.sizes) == (tables.depth, tables.drafters, tables.sizes)
 
 
-def splits(m: int = 2) -> dict[str, OutcomeTables]:
-    return {split: labelled_tables(i, m, kind=split) for i, split in enumerate(("train", "validation", "test"))}
+def splits(m: int = 2, sampled: bool = False) -> dict[str, OutcomeTables]:
+    return {
+        split: labelled_tables(i, m, kind=split, sampled=sampled)
+        for i, split in enumerate(("train", "validation", "test"))
+    }
 
 
-@pytest.mark.parametrize("m", [1, 2, 3])
+@pytest.mark.parametrize(("m", "sampled"), [(1, False), (2, False), (2, True), (3, False)])
 @pytest.mark.parametrize(("group", "file"), [(32_768, 1_000_000), (7, 50), (1, 10)])
 def test_traces_come_back_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m: int, group: int, file: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m: int, group: int, file: int, sampled: bool
 ) -> None:
     """Whatever the sizes of row groups and files."""
     monkeypatch.setattr(traces, "ROW_GROUP", group)
     monkeypatch.setattr(traces, "ROWS_PER_FILE", file)
-    tables = splits(m)
+    tables = splits(m, sampled)
     write_folder(tmp_path, tables)
     assert validate_traces(tmp_path)[0] == []
     for split, part in tables.items():
@@ -70,6 +73,7 @@ def test_every_column_has_unit_and_meaning_and_stands_in_the_card(depth: int, m:
         "drafters": [f"d{j}" for j in range(m)],
         "depth": depth,
         "verified_sizes": [0, 4],
+        "temperature": 0.7,
         "splits": {"train": {"prompts": 1, "positions": 2, "states": 6, "schedules": 8}},
     }
     card = data_card("pair", manifest)
@@ -81,6 +85,7 @@ def test_every_column_has_unit_and_meaning_and_stands_in_the_card(depth: int, m:
             assert meaning
             assert f"| {field.name} | {field.type} | {unit} | {meaning} |" in card
     assert TraceLayout.from_manifest(manifest).feature_names == names
+    assert "Temperature of the answers 0.7." in card
 
 
 def test_the_files_carry_the_metadata(tmp_path: Path) -> None:

@@ -119,6 +119,14 @@ def other_version(table: pa.Table) -> pa.Table:
             ],
         ),
         (
+            SCHEDULES,
+            with_value("mean_accepted", 5, [1.0, 2.0, 2.0, 2.0]),  # of greedy text
+            [
+                f"{SCHEDULES}, column mean_accepted: 1 row has a list of the wrong length, the first is row 5 (prompt "
+                "train/0/0)."
+            ],
+        ),
+        (
             STATES,
             with_value("visit_weight", 3, -1.0),
             [f"{STATES}, column visit_weight: 1 row has a negative number, the first is row 3 (prompt train/0/0)."],
@@ -202,6 +210,21 @@ def test_other_counts_than_the_manifest_says(folder: Path) -> None:
     manifest["splits"]["test"]["positions"] = 30
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert validate_traces(folder)[0] == ["test has 36 positions, not 30 as the manifest says."]
+
+
+@pytest.mark.parametrize("temperature", [None, "warm", -1, float("nan"), True])
+def test_a_temperature_that_is_none(folder: Path, temperature: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"temperature": temperature}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "manifest.json has no usable temperature." in validate_traces(folder)[0][0]
+
+
+def test_sampled_text_needs_its_means(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"temperature": 0.7}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    faults, _ = validate_traces(folder)
+    assert len(faults) == 3, "one a split"
+    assert all("column mean_accepted: 144 rows have a list of the wrong length" in fault for fault in faults)
 
 
 def test_lost_changed_and_strange_files(folder: Path) -> None:

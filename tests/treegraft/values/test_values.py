@@ -178,12 +178,40 @@ def test_its_fixed_point_is_the_best_of_all_policies_of_three_states(seed: int) 
         assert (found.actions == by_state(tables, found.margins, found.visits)).all(), "a fixed point"
 
 
-def test_step_values_are_gain_less_time() -> None:
-    tables = random_tables(2)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_step_values_are_gain_less_time(sampled: bool) -> None:
+    tables = random_tables(2, sampled=sampled)
     choice = size_choice(tables, 0.4)
     expected = gains(tables, choice) - 0.4 * step_ms(tables, choice, np.zeros(2))
     np.testing.assert_allclose(leaf_values(tables, 0.4, np.zeros(2)), expected)
-    assert (gains(tables, choice) <= tables.left[:, None]).all()
+    if not sampled:
+        assert (gains(tables, choice) <= tables.left[:, None]).all()
+
+
+def test_labels_follow_the_mean_and_replay_the_text() -> None:
+    """Sampled tables: what one text accepted moves no margin, what others would have accepted moves no replay."""
+    tables = random_tables(4, sampled=True)
+    actions = np.random.default_rng(0).integers(0, 2, (len(tables), 3))
+    rate, lag = 0.5, np.array([0.0, 2.0])
+    other_text = dataclasses.replace(tables, accepted=tables.accepted[::-1].copy())
+    other_mean = dataclasses.replace(tables, mean_accepted=tables.mean_accepted[::-1].copy())
+    same = margins(tables, actions, rate, lag)
+    np.testing.assert_array_equal(margins(other_text, actions, rate, lag), same)
+    assert (margins(other_mean, actions, rate, lag) != same).any()
+    played = replay(tables, actions, rate).decode_ms
+    np.testing.assert_array_equal(replay(other_mean, actions, rate).decode_ms, played)
+    assert (replay(other_text, actions, rate).decode_ms != played).any()
+
+
+def test_text_that_could_not_differ_is_labelled_as_greedy_text_is() -> None:
+    """The mean of one certain outcome is that outcome."""
+    tables = random_tables(4)
+    certain = np.minimum(tables.accepted, tables.left[:, None, None] - 1).astype(np.float32)
+    actions = np.random.default_rng(0).integers(0, 2, (len(tables), 3))
+    sampled = dataclasses.replace(tables, mean_accepted=certain)
+    assert sampled.sampled
+    assert not tables.sampled
+    np.testing.assert_array_equal(margins(sampled, actions, 0.5), margins(tables, actions, 0.5))
 
 
 def test_visits_follow_the_policy_and_forget_no_state() -> None:

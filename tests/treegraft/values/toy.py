@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.treegraft.tiny import cost_model
 from treegraft.costs import LatencyCurve
@@ -18,7 +19,7 @@ SIZES = (0, 1, 2, 4)
 
 
 def random_tables(
-    seed: int, m: int = 2, depth: int = 2, prompts: int = 3, length: int = 12, kind: str = "k"
+    seed: int, m: int = 2, depth: int = 2, prompts: int = 3, length: int = 12, kind: str = "k", sampled: bool = False
 ) -> OutcomeTables:
     """Unlabelled tables of random outcomes that no text could have, but that respect what the arrays promise."""
     random = np.random.default_rng(seed)
@@ -42,14 +43,23 @@ def random_tables(
             nodes=np.full((length, plans), 9, np.int16),
             layer_tokens=random.integers(1, 4, (length, plans, depth)).astype(np.int16),
             path_processed=random.integers(0, 2, (length, plans, m)).astype(np.int16),
+            mean_accepted=means(random, (length, plans), sampled),
         )
         rows.append((f"{kind}/{prompt}/0", kind, 20 + prompt, outcomes))
     return build_tables(rows, names, m, depth, SIZES, costs)
 
 
-def labelled_tables(seed: int, m: int = 2, depth: int = 2, prompts: int = 3, kind: str = "k") -> OutcomeTables:
+def means(random: np.random.Generator, shape: tuple[int, int], sampled: bool) -> NDArray[np.float32]:
+    """What ``mean_accepted`` holds: rising with the size, or nothing for greedy text; draws nothing then."""
+    grown = np.sort(random.uniform(0, 2, (*shape, len(SIZES) if sampled else 0)), axis=-1)
+    return grown.astype(np.float32)
+
+
+def labelled_tables(
+    seed: int, m: int = 2, depth: int = 2, prompts: int = 3, kind: str = "k", sampled: bool = False
+) -> OutcomeTables:
     """Random tables with random labels."""
-    tables = random_tables(seed, m, depth, prompts, kind=kind)
+    tables = random_tables(seed, m, depth, prompts, kind=kind, sampled=sampled)
     random = np.random.default_rng(seed)
     shape = (len(tables), offset(depth, m))
     return tables.labelled(random.normal(size=(*shape, m - 1)), random.uniform(0.1, 1, shape))
@@ -67,5 +77,8 @@ def write_folder(folder: Path, tables: dict[str, OutcomeTables]) -> None:
 
 def seal(folder: Path, tables: dict[str, OutcomeTables]) -> None:
     """Write the manifest, with the digests of the files as they are now."""
-    drafters = [f"drafter{j}" for j in range(next(iter(tables.values())).drafters)]
-    (folder / "manifest.json").write_text(json.dumps(trace_manifest(folder, tables, drafters)))
+    some = next(iter(tables.values()))
+    drafters = [f"drafter{j}" for j in range(some.drafters)]
+    (folder / "manifest.json").write_text(
+        json.dumps(trace_manifest(folder, tables, drafters, 0.7 if some.sampled else 0.0))
+    )
