@@ -30,6 +30,7 @@ from pipeline.measurements import (
     Summary,
     TimeSplit,
 )
+from pipeline.recorded_steps import RecordedPrompt
 from pipeline.report_schema import SCHEMA, check_report
 from treegraft.errors import UserError
 
@@ -204,13 +205,14 @@ def build_report(
     runs: Sequence[Run],
     summary: Summary,
     distill: Mapping[str, Any] | None,
+    steps: Sequence[RecordedPrompt] = (),
     *,
     resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, Any]:
     """The report of one pair as strict JSON data; the same input gives the same report.
 
-    distill: metrics of the distill stage, or None. resamples, seed: of the bootstrap.
+    distill: metrics of the distill stage, or None. steps: to be drawn. resamples, seed: of the bootstrap.
     UserError for runs that cannot be compared (see `group_runs`).
     """
     groups = group_runs(runs)
@@ -245,6 +247,7 @@ def build_report(
             "best_single": {bench: entry["best"] for bench, entry in over_best.items()},
             "schedulers": _schedulers(distill),
         },
+        "steps": [prompt.model_dump() for prompt in steps],
         "hardware": _hardware(summary),
         "prompts": {
             bench: {

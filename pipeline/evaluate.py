@@ -1,6 +1,7 @@
 """Stage evaluate: measured speed of every method on the test prompts, in one process, interleaved prompt by prompt.
 
-Writes data/evaluation/<pair>/runs.jsonl (one row a turn, method and repeat) and summary.json.
+Writes data/evaluation/<pair>/runs.jsonl (one row a turn, method and repeat), summary.json, and steps.jsonl (a few
+single steps for the report to draw; see `pipeline.step_recorder`).
 """
 
 import hashlib
@@ -39,6 +40,8 @@ def run(config: "PairConfig") -> None:
     """Measure all methods on all test prompts; a killed run goes on with the turns that are missing."""
     from datetime import UTC, datetime
 
+    from pipeline.step_recorder import record_steps
+
     started = datetime.now(UTC).isoformat(timespec="seconds")
     splits = select_prompts(config.prompts.sources, config.label)
     prompts = splits["test"]
@@ -49,8 +52,10 @@ def run(config: "PairConfig") -> None:
     rows = measure(bench, methods, prompts, scratch / "turns.jsonl")
     summary = summarize(bench, strong, rows)
     summary |= {"started": started, "ended": datetime.now(UTC).isoformat(timespec="seconds")}
+    steps = record_steps(bench, prompts, rows, scratch / "steps.jsonl")
     with replacing_folder(config.paths.evaluation) as folder:
-        write_text(folder / "runs.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        for name, lines in (("runs.jsonl", rows), ("steps.jsonl", steps)):
+            write_text(folder / name, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
         write_json(folder / "summary.json", summary)
     shutil.rmtree(scratch)
 
@@ -255,7 +260,9 @@ def _scratch(config: "PairConfig", prompts: list[Prompt]) -> Path:
     code = [
         *sorted(Path(treegraft.__path__[0]).rglob("*.py")),
         Path(__file__),
-        *map(Path(__file__).with_name, ("hf_methods.py", "methods.py", "pair.py", "strong_depth.py")),
+        *map(
+            Path(__file__).with_name, ("hf_methods.py", "methods.py", "pair.py", "step_recorder.py", "strong_depth.py")
+        ),
     ]
     manifests = [config.paths.manifest("fetch"), config.paths.manifest("draft"), config.paths.traces / "manifest.json"]
     parts = {

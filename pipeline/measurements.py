@@ -142,7 +142,7 @@ def parse_run(line: str, where: str) -> Run:
     try:
         return Run.model_validate_json(line)
     except ValidationError as error:
-        raise UserError(f"{where} is not a run of the evaluate stage: {_first_problem(error)}") from error
+        raise UserError(f"{where} is not a run of the evaluate stage: {first_problem(error)}") from error
 
 
 def parse_summary(data: Any, where: str) -> Summary:
@@ -150,10 +150,11 @@ def parse_summary(data: Any, where: str) -> Summary:
     try:
         return Summary.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{where} is not a summary of the evaluate stage: {_first_problem(error)}") from error
+        raise UserError(f"{where} is not a summary of the evaluate stage: {first_problem(error)}") from error
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong, with its place, as the end of a sentence."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else first["msg"].removeprefix("Value error, ")

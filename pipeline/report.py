@@ -1,6 +1,7 @@
 """Stage report: what evaluate measured, as report.json and as pages that people read.
 
-Reads data/evaluation/<pair>/{runs.jsonl, summary.json} and reports/<pair>/distill.json. Writes, under reports/<pair>/::
+Reads data/evaluation/<pair>/{runs.jsonl, summary.json, steps.jsonl} and reports/<pair>/distill.json. Writes, under
+reports/<pair>/::
 
     report.json    the truth: every other file is made from it
     report.html    one self-contained page
@@ -11,16 +12,16 @@ Reads data/evaluation/<pair>/{runs.jsonl, summary.json} and reports/<pair>/disti
 Numbers are made in `pipeline.aggregate`, pages in `pipeline.report_html`; this module only reads and writes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
-    from pipeline.measurements import Run
     from pipeline.params import PairConfig
 
+Row = TypeVar("Row")
 
 PLOT_COLUMNS = {
     "speedup": ("bench", "method", "speedup", "low", "high", "tokens_per_s"),
@@ -32,16 +33,20 @@ def run(config: "PairConfig") -> None:
     """Write the report of one pair; UserError if its evaluation or distillation is missing, unfinished or malformed."""
     from pipeline.aggregate import build_report
     from pipeline.files import read_json, write_json, write_text
-    from pipeline.measurements import parse_summary
+    from pipeline.measurements import parse_run, parse_summary
+    from pipeline.recorded_steps import parse_prompt
     from pipeline.report_html import render_html, render_markdown
 
     again = f"run `pipeline evaluate {config.slug}` again"
     folder = config.paths.evaluation
-    runs = read_runs(folder / "runs.jsonl", again)
+    runs = read_rows(folder / "runs.jsonl", parse_run, again)
+    steps = read_rows(folder / "steps.jsonl", parse_prompt, again)
     summary_path = folder / "summary.json"
     summary = parse_summary(read_json(summary_path, f"evaluate has not finished: {again}"), str(summary_path))
     distill = read_json(config.paths.distill_metrics, f"run `pipeline distill {config.slug}` first")
-    report = build_report(config.slug, runs, summary, distill, resamples=config.evaluate.bootstrap, seed=config.seed)
+    report = build_report(
+        config.slug, runs, summary, distill, steps, resamples=config.evaluate.bootstrap, seed=config.seed
+    )
     out = config.paths.report
     write_text(out / "report.html", render_html(report))
     write_text(out / "report.md", render_markdown(report))
@@ -54,10 +59,13 @@ def run(config: "PairConfig") -> None:
     print(f"Report: {out / 'report.html'}")
 
 
-def read_runs(path: Path, again: str) -> "list[Run]":
-    """The rows of runs.jsonl. `again` says how to mend a missing, torn or malformed file (end of a UserError)."""
-    from pipeline.measurements import parse_run
+def read_rows(path: Path, parse: Callable[[str, str], Row], again: str) -> list[Row]:
+    """The rows of a file with one JSON object a line.
 
+    Args:
+        parse: makes a row of a line and of where it stands, or raises UserError.
+        again: how to mend a missing, torn or malformed file (end of a UserError).
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -67,7 +75,7 @@ def read_runs(path: Path, again: str) -> "list[Run]":
     lines = text.split("\n")
     if lines.pop():  # a whole file ends with a line end
         raise UserError(f"{path} breaks off in line {len(lines) + 1}, so evaluate was interrupted: {again}")
-    return [parse_run(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def metrics(report: Mapping[str, Any]) -> dict[str, float]:

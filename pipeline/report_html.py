@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import svg
+from pipeline import step_explorer, svg
 from pipeline.measurements import DRAFTING_METHODS, LABELS, METHODS, SINGLE_METHODS, TIME_PARTS
 
 if TYPE_CHECKING:
@@ -40,9 +40,10 @@ def render_html(report: Mapping[str, Any]) -> str:
     """The whole page as text. report: a dictionary that passed `check_report`."""
     environment = _environment(autoescape=True)
     # Our own markup; what in it came from outside (names of benchmarks and schedulers) was escaped by pipeline.svg.
-    environment.globals["style"] = _markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    styles = [(TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "steps.css")]
+    environment.globals["style"] = _markup("\n".join(styles))
     charts = {name: _markup(drawing) for name, drawing in _charts(report).items()}
-    return environment.get_template("report.html.j2").render(**_view(report), charts=charts).lstrip()
+    return environment.get_template("report.html.j2").render(**_view(report), **_steps(report), charts=charts).lstrip()
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -151,6 +152,16 @@ def _view(report: Mapping[str, Any]) -> dict[str, Any]:
         "hardware": list(_flatten(report["hardware"])),
         "settings": list(_flatten(report["settings"])),
         "provenance": list(_flatten(report["provenance"])),
+    }
+
+
+def _steps(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of steps.html.j2."""
+    drafters = max((len(prompt["drafters"]) for prompt in report["steps"]), default=0)
+    return {
+        "explored": step_explorer.explorer(report["steps"]),
+        "box_height": step_explorer.BOX,
+        "drafter_signs": [_markup(svg.marker(shape, 0, 0, f"drafter{shape}", 4.5)) for shape in range(drafters)],
     }
 
 

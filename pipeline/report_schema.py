@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from pipeline.measurements import Count, Finite, Identity, Name, NotNegative, Positive, Strict, TimeSplit
+from pipeline.recorded_steps import RecordedPrompt
 
 SCHEMA = "treegraft-report/1"
 
@@ -88,6 +89,8 @@ class _Report(Strict):
     oracle: _Oracle
     replay: _Replay
     identity: Identity
+    steps: list[RecordedPrompt]
+    """Single steps of TreeGraft's decoding, drawn in report.html; empty where none was recorded."""
 
     @model_validator(mode="after")
     def _same_benchmarks(self) -> Self:

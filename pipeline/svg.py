@@ -131,8 +131,8 @@ def _svg(name: str, height: float, title: str, description: str, parts: Iterable
 _MARKERS = ("circle", "square", "diamond", "triangle", "inverted", "bar")
 
 
-def _marker(shape: int, x: float, y: float, css: str, size: float = 4) -> str:
-    """A marker whose shape follows from the series' place, so that series differ without colour."""
+def marker(shape: int, x: float, y: float, css: str, size: float = 4) -> str:
+    """A marker at (x, y) whose shape follows from the series' place, so that series differ without colour."""
     kind = _MARKERS[shape % len(_MARKERS)]
     css = f"marker c-{css}"
     if kind == "circle":
@@ -152,7 +152,7 @@ def _marker(shape: int, x: float, y: float, css: str, size: float = 4) -> str:
 
 def marker_key(shape: int, css: str) -> str:
     """The marker alone, for a legend."""
-    return _element("svg", _marker(shape, 8, 8, css, 5), viewBox="0 0 16 16", class_="key", aria_hidden="true")
+    return _element("svg", marker(shape, 8, 8, css, 5), viewBox="0 0 16 16", class_="key", aria_hidden="true")
 
 
 def _pattern_fill(css: str, x: float, y: float, width: float, height: float, prefix: str) -> str:
@@ -259,7 +259,7 @@ def lines(name: str, title: str, series: Sequence[Line], *, x_title: str, high: 
         points = [(x(level), y(value)) for level, value in enumerate(line.values, 1)]
         path = " ".join(f"{_number(px)},{_number(py)}" for px, py in points)
         parts.append(_element("polyline", points=path, class_=f"line c-{line.css}"))
-        parts.extend(_marker(shape, px, py, line.css) for px, py in points)
+        parts.extend(marker(shape, px, py, line.css) for px, py in points)
         end_x, end_y = points[-1]
         parts.append(_rule(end_x + 6, end_y, WIDTH - right + 6, label_y, "leader"))
         css = "label strong" if line.css == "treegraft" else "label"
@@ -341,7 +341,7 @@ def diagonal(
             parts.append(_element("polyline", points=path, class_=f"line c-{group.css}"))
         for point in group.points:
             size = 5.0 if len(point) < 3 else 2.5 + 4.5 * math.sqrt(point[2])
-            parts.append(_marker(shape, x(point[0]), y(point[1]), group.css, size))
+            parts.append(marker(shape, x(point[0]), y(point[1]), group.css, size))
         values = ", ".join(
             f"{point[0]:.0%} and {point[1]:.0%}" if percent else f"{point[0]:.2f} and {point[1]:.2f}"
             for point in group.points

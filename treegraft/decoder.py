@@ -31,6 +31,10 @@ from treegraft.verification import verify, walk
 
 GREEDY = SamplingSettings()
 
+StepObserver = Callable[[DraftTree, IntArray, IntArray, IntArray], None]
+"""Called after a step with its tree (not to be changed), the verified nodes (ascending), the accepted ones (in path
+order) and the emitted tokens: those of the accepted nodes and, unless the text ended before, the bonus token."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -54,8 +58,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step emitted: tokens int64 [n], alternatives int64 [n, r], logits [n, vocabulary] if recorded."""
+    """What one step did: verified int64 [N], accepted int64 [a], tokens int64 [n], alternatives int64 [n, r], logits
+    [n, vocabulary] if recorded."""
 
+    verified: IntArray
+    accepted: IntArray
     tokens: IntArray
     finish: Finish | None
     alternatives: IntArray
@@ -106,6 +113,7 @@ class Decoder:
         on_tokens: Callable[[list[int]], None] | None = None,
         record: bool = False,
         eos: tuple[int, ...] | None = None,
+        on_step: StepObserver | None = None,
     ) -> Generation:
         """Continue ``prompt`` (token ids) until EOS, a stop string, ``max_new_tokens`` or the context's end.
 
@@ -114,12 +122,13 @@ class Decoder:
                 anywhere) ends the request and leaves the decoder ready for the next one.
             record: keep the target's logits and processed scores of every emitted token.
             eos: token ids that end the text; None: those of the target, or none with ``ignore_eos``.
+            on_step: called after every step, before ``on_tokens``, with what it drafted and what came of it.
 
         Raises:
             UserError: empty prompt, or one that fills the target's context.
         """
         try:
-            return self._generate(prompt, max_new_tokens, sampling, stop, on_tokens, record, eos)
+            return self._generate(prompt, max_new_tokens, sampling, stop, on_tokens, record, eos, on_step)
         except BaseException:
             # whatever was half done in a cache must not meet the next request
             self.runner.forget()
@@ -137,6 +146,7 @@ class Decoder:
         on_tokens: Callable[[list[int]], None] | None,
         record: bool,
         eos: tuple[int, ...] | None,
+        on_step: StepObserver | None,
     ) -> Generation:
         started = perf_counter()
         room = self.target.context_limit - len(prompt)
@@ -172,6 +182,8 @@ class Decoder:
             steps.append(step)
             tracker.commit(step.confidence.tolist())
             finish = step.finish
+            if on_step is not None:
+                on_step(tree, step.verified, step.accepted, step.tokens)
             if on_tokens is not None:
                 on_tokens(step.tokens.tolist())
 
@@ -277,7 +289,7 @@ class Decoder:
         self.runner.commit((rows + self.runner.committed).tolist())
         for drafter in self.drafters:
             drafter.commit(tree, path, emitted, alternatives)
-        return _Step(emitted, finish, alternatives, confidence, chosen_from if record else None)
+        return _Step(nodes, path, emitted, finish, alternatives, confidence, chosen_from if record else None)
 
 
 def _probabilities(logits: torch.Tensor, tokens: IntArray) -> FloatArray:

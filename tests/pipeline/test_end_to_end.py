@@ -49,7 +49,11 @@ def test_every_stage_leaves_its_results(finished: Path) -> None:
     assert report["oracle"]["over_best_single"] >= 1
     folder = finished / f"models/schedulers/{SLUG}"
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "README.md"}
-    assert "<svg" in (finished / f"reports/{SLUG}/report.html").read_text()
+    page = (finished / f"reports/{SLUG}/report.html").read_text()
+    steps = [step for prompt in report["steps"] for step in prompt["steps"]]
+    assert {prompt["bench"] for prompt in report["steps"]} == {"alpha", "beta"}
+    assert page.count('<svg class="tree" ') == page.count("<details") == len(steps) > 0
+    assert {layer["action"] for step in steps for layer in step["layers"]} <= {0, 1}
     assert not list((finished / ".treegraft").rglob("answers"))
 
 
@@ -99,7 +103,9 @@ def test_same_inputs_give_the_same_bytes(finished: Path, monkeypatch: pytest.Mon
         assert contents(Path(path)) == before
 
 
-@pytest.mark.parametrize(("name", "after"), [("label", 2), ("label", 20), ("distill", 1), ("evaluate", 1)])
+@pytest.mark.parametrize(
+    ("name", "after"), [("label", 2), ("label", 20), ("distill", 1), ("evaluate", 1), ("evaluate", 7)]
+)
 def test_a_killed_stage_goes_on_where_it_was(
     finished: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int
 ) -> None:
@@ -130,6 +136,7 @@ def test_a_killed_stage_goes_on_where_it_was(
         rows = [json.loads(line) for line in (output / "runs.jsonl").read_text().splitlines()]
         cells = [(row["prompt_id"], row["turn"], row["method"], row["repeat"]) for row in rows]
         assert len(cells) == len(set(cells)) == len(before["runs.jsonl"].splitlines())
+        assert (output / "steps.jsonl").read_bytes() == before["steps.jsonl"]
 
 
 @pytest.mark.parametrize(

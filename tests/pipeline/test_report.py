@@ -39,6 +39,7 @@ def write_inputs(config: PairConfig, rows: list[dict[str, Any]]) -> None:
     config.paths.report.mkdir(parents=True)
     (config.paths.evaluation / "runs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (config.paths.evaluation / "summary.json").write_text(json.dumps(make_summary()))
+    (config.paths.evaluation / "steps.jsonl").write_text("")
     config.paths.distill_metrics.write_text(json.dumps(DISTILL))
 
 

@@ -15,6 +15,7 @@ from treegraft.sampling import SamplingSettings
 from treegraft.scheduling.features import SchedulingState
 from treegraft.scheduling.policy import FixedSchedule, Scheduler, always, never
 from treegraft.settings import DraftSettings, NgramSettings
+from treegraft.tree import DraftTree, IntArray
 from treegraft.vocabulary import check_vocabularies
 
 VOCAB = 24
@@ -74,6 +75,28 @@ def test_output_equals_plain_decoding(kinds: str, name: str, sampling: SamplingS
         result = decoder.generate(prompt, 40, sampling)
         assert result.tokens == plain(TARGET, prompt, 40, sampling, eos=False)
         assert result.metrics.tokens == 40
+
+
+@pytest.mark.parametrize("name", ["never", "random"])
+def test_an_observer_sees_every_step_and_changes_none(name: str) -> None:
+    prompt = [3, 7, 3, 7, 5]
+    seen: list[int] = []
+
+    def observe(tree: DraftTree, verified: IntArray, accepted: IntArray, emitted: IntArray) -> None:
+        assert {*tree.parent[verified].tolist()} <= {0, *verified.tolist()}
+        assert {*accepted.tolist()} <= {*verified.tolist()}
+        assert tree.walk(emitted[: len(accepted)]).tolist() == accepted.tolist()
+        assert len(emitted) - len(accepted) in (0, 1)
+        assert tree.token[0] == (prompt + seen)[-1]
+        seen.extend(emitted.tolist())
+
+    results = []
+    for observer in (None, observe):
+        scheduler: Scheduler = RandomScheduler(4) if name == "random" else never()
+        decoder = Decoder(TARGET, drafters("na"), scheduler, SETTINGS, ignore_eos=True)
+        results.append(decoder.generate(prompt, 40, on_step=observer))
+    assert seen == results[0].tokens == results[1].tokens
+    assert results[0].metrics.steps == results[1].metrics.steps
 
 
 def test_no_drafter_is_plain_decoding() -> None:
