@@ -22,7 +22,7 @@ class RecordedLayer(Strict):
     action: Count
     """The drafter that acted; 0 is a skip."""
     margins: list[Finite]
-    """Of calling each dearer drafter instead of skipping, in tokens: [m - 1]."""
+    """Of calling each dearer drafter instead of skipping, in tokens, [m - 1]; empty where the fallback acted."""
     added: Count
     """Nodes that came into the tree, drawn or not."""
 
@@ -93,7 +93,7 @@ class RecordedPrompt(Strict):
     def _names_its_drafters(self) -> Self:
         count = len(self.drafters)
         for step in self.steps:
-            if any(layer.action >= count or len(layer.margins) != count - 1 for layer in step.layers):
+            if any(layer.action >= count or len(layer.margins) not in (0, count - 1) for layer in step.layers):
                 raise ValueError(f"the decisions of step {step.step} are not among {count} drafters")
             if max(*step.drafter, *step.scorer) >= count:
                 raise ValueError(f"a node of step {step.step} is of none of {count} drafters")

@@ -19,9 +19,9 @@ from treegraft.api import learned_scheduler, make_decoder
 from treegraft.decoder import Decoder
 from treegraft.grafting import verification_order
 from treegraft.pair import encode_turns
-from treegraft.sampling import SamplingSettings
+from treegraft.sampling import SamplingSettings, prompt_seed
 from treegraft.scheduling.features import SchedulingState, features
-from treegraft.scheduling.policy import LearnedScheduler
+from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler
 from treegraft.tree import DraftTree, IntArray
 
 if TYPE_CHECKING:
@@ -38,7 +38,10 @@ DIGITS = 4  # of recorded probabilities and margins
 
 @dataclass(frozen=True)
 class Decision:
-    """What the scheduler decided in one layer; the frontier is the one before (int64 [<= k])."""
+    """What was decided in one layer; the frontier is the one before (int64 [<= k]).
+
+    ``margins`` are empty where the scheduler could not tell and the fallback schedule acted.
+    """
 
     action: int
     margins: list[float]
@@ -48,14 +51,17 @@ class Decision:
 class WatchedScheduler:
     """Decides as a learned scheduler does, and notes why."""
 
-    def __init__(self, scheduler: LearnedScheduler) -> None:
+    def __init__(self, scheduler: LearnedScheduler, fallback: FixedSchedule) -> None:
         self.scheduler = scheduler
+        self.fallback = fallback
         self.decisions: list[Decision] = []
 
     def choose(self, state: SchedulingState) -> int:
+        margins = self.scheduler.network.margins(features(state)).tolist()
         action = self.scheduler.choose(state)
-        margins = self.scheduler.network.margins(features(state))
-        self.decisions.append(Decision(action, margins.tolist(), state.tree.frontier))
+        if action is None:
+            action, margins = self.fallback.choose(state), []
+        self.decisions.append(Decision(action, margins, state.tree.frontier))
         return action
 
 
@@ -164,14 +170,15 @@ def record_steps(bench: "Bench", prompts: list[Prompt], runs: list[dict[str, Any
         runs: rows of runs.jsonl, by which prompts are chosen.
     """
     config = bench.config
-    watched = WatchedScheduler(learned_scheduler(bench.network, bench.scheduler))
+    fallback = FixedSchedule(bench.scheduler.best_fixed)
+    watched = WatchedScheduler(learned_scheduler(bench.network, bench.scheduler), fallback)
     decoder = make_decoder(bench.models, bench.scheduler, watched, bench.scheduler.rate_tokens_per_ms)
-    sampling = SamplingSettings(temperature=config.evaluate.temperature, seed=config.seed)
     length = min(TOKENS, config.evaluate.max_new_tokens)
     done = {row["prompt_id"] for row in read_jsonl(path)}
     for prompt in progress(choose_prompts(prompts, runs), desc="evaluate, single steps", unit="prompt"):
         if prompt.id not in done:
             tokens = encode_turns(bench.models.target, prompt.turns[:1], [])
+            sampling = SamplingSettings(config.evaluate.temperature, seed=prompt_seed(config.seed, tokens))
             steps = observe(decoder, watched, tokens.tolist(), length, sampling)
             texts = TokenTexts(bench.models.target.tokenizer)
             row = {

@@ -40,7 +40,7 @@ from treegraft.errors import UserError
 from treegraft.sampling import SamplingSettings
 from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
-from treegraft.scheduling.policy import LearnedScheduler
+from treegraft.scheduling.policy import LearnedScheduler, never
 from treegraft.settings import DraftSettings, NgramSettings
 from treegraft.tree import DraftTree
 from treegraft.vocabulary import check_vocabularies
@@ -82,7 +82,7 @@ def observed(schedule: str, sampling: SamplingSettings = GREEDY) -> list[Observe
         bias = -0.6  # layers 3 and 4 of 4
     zeros, ones = np.zeros(len(names), np.float32), np.ones(len(names), np.float32)
     network = MarginNetwork(weights, [np.array([bias], np.float32)], zeros, ones)
-    watched = WatchedScheduler(LearnedScheduler(network, names, names))
+    watched = WatchedScheduler(LearnedScheduler(network, names, names), never())
     drafters: list[Drafter] = [
         NgramDrafter(0, SETTINGS.ngram),
         LanguageModelDrafter(1, NEAR, check_vocabularies(TARGET, NEAR)),
