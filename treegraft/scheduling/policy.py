@@ -38,17 +38,22 @@ def always(depth: int, drafter: int = 1) -> FixedSchedule:
 
 
 class LearnedScheduler:
-    """Calls the drafter with the largest positive margin, else skips."""
+    """Calls the drafter with the largest positive margin, else skips.
 
-    def __init__(self, network: MarginNetwork, names: list[str], expected: list[str]) -> None:
-        if names != expected:
-            different = sorted(set(names) ^ set(expected)) or ["their order"]
+    ``names``: the network's inputs, some or all of ``known`` (what ``features`` computes) in the same order.
+    """
+
+    def __init__(self, network: MarginNetwork, names: list[str], known: list[str]) -> None:
+        if names != [name for name in known if name in names]:
+            different = sorted(set(names) - set(known)) or ["their order"]
             raise UserError(
                 f"the scheduler was made for other features ({', '.join(different[:5])} differ); train one here."
             )
         self.network = network
+        self._columns = None if names == known else np.array([known.index(name) for name in names])
 
     def choose(self, state: SchedulingState) -> int:
-        margins = self.network.margins(features(state))
+        values = features(state)
+        margins = self.network.margins(values if self._columns is None else values[self._columns])
         best = int(np.argmax(margins))
         return best + 1 if margins[best] > 0 else 0
