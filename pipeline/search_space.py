@@ -66,7 +66,7 @@ def suggest(trial: "BaseTrial") -> dict[str, Any]:
 def parameters_of(settings: dict[str, Any]) -> dict[str, Any] | None:
     """The parameters from which ``suggest`` makes ``settings``; None where they lie outside of what is searched."""
     hidden = settings["hidden"]
-    parameters = {group: group in settings["features"] for group in GROUPS}
+    parameters: dict[str, Any] = {group: group in settings["features"] for group in GROUPS}
     parameters |= {"layers": len(hidden), "width": hidden[0] if hidden else 0}
     parameters |= {name: settings[name] for name in KEYS[2:]}
     ranges = {

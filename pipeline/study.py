@@ -113,9 +113,10 @@ class SharedStudy:
             return None
         with self.claiming():
             for running in self.trials(TrialState.RUNNING):
-                owner = running.user_attrs.get("worker")
-                if owner is None or not is_locked(self.folder / "workers" / owner):
+                owner = self.folder / "workers" / running.user_attrs.get("worker", "unknown")
+                if not is_locked(owner):
                     self.study.tell(running.number, state=TrialState.FAIL)
+                    owner.unlink(missing_ok=True)
             count = Counter(trial.state for trial in self.trials())
             if count[TrialState.COMPLETE] >= wanted:
                 return None

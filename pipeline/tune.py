@@ -78,8 +78,9 @@ def speed(config: "PairConfig", inputs: Inputs, trial: "Trial | None") -> float:
     work = rounds(config)
 
     def fit(seed: int, number: int, before: Fit | None) -> "FittedStudent":
-        prune = trial is not None and (seed, number) == work[0]
-        return fit_one(config, seen, seed, before, _Pruning(trial) if prune else lambda score: None)
+        if trial is None or (seed, number) != work[0]:
+            return fit_one(config, seen, seed, before)
+        return fit_one(config, seen, seed, before, _Pruning(trial))
 
     try:
         fits = train_students(seen, work, fit)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from pipeline.cli import main
 from pipeline.params import DistillParams, PairConfig, load_pair
 from pipeline.params_edit import write_distill
 from pipeline.search_space import KEYS, LABELS, parameters_of, settings_of, suggest, with_settings
+from pipeline.study import SharedStudy
 from tests.pipeline.test_distill import tables, write_traces
 from treegraft.errors import UserError
 from treegraft.scheduling.features import feature_groups
@@ -215,33 +217,73 @@ def test_other_traces_make_another_study(config: PairConfig) -> None:
     assert tune.open_study(config).folder != folder
 
 
-def test_kill_9_and_two_processes_end_with_exactly_the_trials_asked_for(config: PairConfig) -> None:
-    """Two commands by hand at one study, one with a worker of its own; the first is killed in the middle of a trial."""
+# Trials that last until the file `go` is there.
+PATIENT = """
+import sys, time
+from pathlib import Path
+from pipeline import cli, tune
+
+def speed(config, inputs, trial):
+    while not Path("go").exists():
+        time.sleep(0.02)
+    return float(config.distill.hidden[0])
+
+tune.speed = speed
+sys.exit(cli.main(sys.argv[1:]))
+"""
+# A command that leaves all trials to its helpers.
+IDLE = """
+import sys, time
+from pipeline import cli, tune
+
+tune.search = lambda *_: time.sleep(600)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, "tune", PAIR, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def start(*arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pipeline", "tune", PAIR, "--trials", "6", *arguments]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
-    def states() -> Counter[str]:
-        return Counter(trial.state.name for trial in tune.open_study(config).trials())
+def states(study: SharedStudy) -> Counter[str]:
+    return Counter(trial.state.name for trial in study.trials())
 
-    first = start()
-    deadline = time.monotonic() + 120
-    while not (states()["COMPLETE"] and states()["RUNNING"]) and time.monotonic() < deadline:
+
+def until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 240
+    while not happened() and time.monotonic() < deadline:
         time.sleep(0.05)
-    first.kill()
-    first.wait()
-    assert states()["RUNNING"] == 1
-    assert not config.paths.tune_report.exists()
-    workers = [start("--workers", "2"), start()]
-    for worker in workers:
-        _, errors = worker.communicate(timeout=240)
-        assert worker.returncode == 0, errors.decode()
-    assert states()["COMPLETE"] == 6
-    assert states()["FAIL"] == 1
-    assert states()["RUNNING"] == states()["WAITING"] == 0
-    assert found(config)["count"]["complete"] == 6
+    assert happened()
+
+
+def test_kill_9_and_two_processes_end_with_exactly_the_trials_asked_for(config: PairConfig) -> None:
+    """Two commands at one study; one is killed in the middle of a trial, a third goes on with the other."""
+    study = tune.open_study(config)
+    killed, other = start(PATIENT, "--trials", "3"), start(PATIENT, "--trials", "3")
+    until(lambda: states(study)["RUNNING"] == 2)
+    killed.kill()
+    killed.wait()
+    Path("go").touch()
+    third = start(PATIENT, "--trials", "3")
+    assert (other.wait(240), third.wait(240)) == (0, 0)
+    assert states(study) == {"COMPLETE": 3, "FAIL": 1}
+    report = found(config)
+    assert report["count"] == {"complete": 3, "fail": 1}
+    assert report["best"]["value"] == report["best"]["settings"]["hidden"][0]
+    assert [row["settings"] for row in report["trials"] if row["state"] == "complete"].count(settings_of(config)) == 1
+    assert settings_of(load_pair(PAIR)) == report["best"]["settings"]
+
+
+def test_a_helper_takes_part_and_ends_with_its_command(config: PairConfig) -> None:
+    study = tune.open_study(config)
+    command = start(IDLE, "--trials", "1000", "--workers", "2")
+    until(lambda: states(study)["COMPLETE"] >= 1)
+    command.kill()
+    command.wait()
+    until(lambda: not any((study.folder / "workers").iterdir()))  # it has gone in order
+    assert states(study)["RUNNING"] == 0
 
 
 @pytest.mark.parametrize(
