@@ -10,9 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.stages import STAGES, Stage, write_sections
 from treegraft.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeline.params import PairConfig
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -29,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.stage == "validate":
             return _validate(options.folder)
+        if options.stage == "tune":
+            return _tune(options.pair, options.set, options.trials, options.workers)
         if options.stage == "all":
             return _run_all(options.pair, options.set)
         return _run_stage(
@@ -49,15 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bool, plan: bool) -> int:
-    from pipeline.params import load_pair
-
-    config = load_pair(pair, overrides)
-    # Before torch is imported, because its thread pools are sized then.
-    if config.threads != "auto":
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
-    # Libraries neither phone home nor chat: a stage's own lines stay readable.
-    for variable, value in {"HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}.items():
-        os.environ.setdefault(variable, value)
+    config = _load(pair, overrides)
     if rebuild:
         from pipeline.draft import rebuild as rebuild_drafter
 
@@ -69,6 +67,29 @@ def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bo
     else:
         stage.run()(config)
         write_sections(config, stage.sections)
+    return 0
+
+
+def _load(pair: str, overrides: Sequence[str]) -> "PairConfig":
+    """The pair's configuration, and the environment as it wants it."""
+    from pipeline.params import load_pair
+
+    config = load_pair(pair, overrides)
+    # Before torch is imported, because its thread pools are sized then.
+    if config.threads != "auto":
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    # Libraries neither phone home nor chat: a stage's own lines stay readable.
+    for variable, value in {"HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_VERBOSITY": "error"}.items():
+        os.environ.setdefault(variable, value)
+    return config
+
+
+def _tune(pair: str, overrides: Sequence[str], trials: int | None, workers: int | None) -> int:
+    own = {"trials": trials, "workers": workers}
+    config = _load(pair, [*overrides, *(f"tune.{key}={value}" for key, value in own.items() if value is not None)])
+    from pipeline.tune import run
+
+    run(config)
     return 0
 
 
@@ -167,6 +188,18 @@ def _parser() -> argparse.ArgumentParser:
         description=f"Run {', '.join(STAGES)}; stops at the first that fails, with its exit code.",
     )
     _add_common(everything)
+    tune = commands.add_parser(
+        "tune",
+        help="search better settings of stage distill; no part of all",
+        description="Search settings of stage distill by the replayed speed on the validation prompts and write the "
+        "best into params.yaml if they beat the present ones. Goes on with what earlier or other such commands did.",
+        epilog="reads:\n  data/traces/<pair>/\n  params.yaml: decoding, distill, seed, tune\n"
+        "writes:\n  .treegraft/<pair>/tune/\n  reports/<pair>/tune.json\n  reports/<pair>/tune.html\n  params.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_common(tune)
+    tune.add_argument("--trials", type=int, metavar="N", help="finished trials in all (default: tune.trials)")
+    tune.add_argument("--workers", type=int, metavar="K", help="processes that work at it (default: tune.workers)")
     validate = commands.add_parser(
         "validate",
         help="check a trace folder and list all its faults",

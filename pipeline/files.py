@@ -1,6 +1,7 @@
 """Files that are whole or absent: written beside their place, flushed to the disk, then renamed into it."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import math
@@ -65,6 +66,30 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     temporary.rename(path)
     _flush(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``, waiting for it. The kernel gives it back however its holder ends.
+
+    Between machines this takes a network file system that honours flock, as NFS 4 does.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock file ``path``, this process included."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def scratch_name(work: Any) -> str:
@@ -167,6 +192,14 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
         file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off what a killed writer left behind the last line end of ``path``."""
+    with path.open("r+b") as file:
+        data = file.read()
+        if (whole := _whole_length(data)) < len(data):
+            file.truncate(whole)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

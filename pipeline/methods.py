@@ -70,7 +70,9 @@ def prepare(config: "PairConfig") -> Bench:
             f"the scheduler in {config.paths.scheduler} is of another profile: run `pipeline traces {config.slug}` "
             f"and `pipeline distill {config.slug}` again."
         )
-    return Bench(config, models, scheduler, network, read_validated(config.paths.traces))
+    tables = read_validated(config.paths.traces)
+    seen = {split: table.with_features(list(scheduler.feature_names)) for split, table in tables.items()}
+    return Bench(config, models, scheduler, network, seen)
 
 
 def make_methods(bench: Bench, strong: "StrongDepth") -> dict[str, Method]:

@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -150,21 +151,34 @@ class TracesParams(Section):
 class DistillParams(Section):
     """The student network and its training."""
 
+    features: tuple[Literal["text", "tree"], ...]
+    """Groups beside the published features (``treegraft.scheduling.features.feature_groups``)."""
     hidden: tuple[Positive, ...]
     learning_rate: Annotated[float, Field(gt=0)]
     weight_decay: Annotated[float, Field(ge=0)]
     epochs: Positive
     batch_size: Positive
     patience: Positive
+    visit_exponent: Annotated[float, Field(ge=0)]
+    """Of the visit weights in the loss."""
     policy_iterations: Positive
     seeds: Annotated[tuple[Count, ...], Field(min_length=1)]
 
-    @field_validator("seeds")
+    @field_validator("features", "seeds")
     @classmethod
-    def _distinct(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError("names a seed twice")
-        return seeds
+    def _distinct(cls, values: tuple[object, ...], info: ValidationInfo) -> tuple[object, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError(f"names a {str(info.field_name).removesuffix('s')} twice")
+        return values
+
+
+class TuneParams(Section):
+    """The search of stage tune."""
+
+    trials: Positive
+    """Finished ones; those that are pruned do not count."""
+    workers: Positive
+    """Processes that one command starts, itself included."""
 
 
 class EvaluateParams(Section):
@@ -297,6 +311,7 @@ class PairConfig(Section):
     label: LabelParams
     traces: TracesParams
     distill: DistillParams
+    tune: TuneParams
     evaluate: EvaluateParams
 
     @property
@@ -337,6 +352,7 @@ class ParamsFile(Section):
     label: dict[str, object]
     traces: dict[str, object]
     distill: dict[str, object]
+    tune: dict[str, object]
     evaluate: dict[str, object]
     pairs: dict[Name, dict[str, object]]
 

@@ -19,7 +19,8 @@ class Paths:
         data/outcomes/<slug>/                every schedule at every position
         data/traces/<slug>/                  states and schedules as Parquet
         data/evaluation/<slug>/              measured runs
-        reports/<slug>/                      report.{json,md,html}, metrics.json, traces.json, distill.json, plots/
+        reports/<slug>/                      report.{json,md,html}, metrics.json, traces.json, distill.json, plots/,
+                                             tune.{json,html}
         .treegraft/<slug>/<stage>/           half-done work that a killed stage resumes from
     """
 
@@ -86,6 +87,11 @@ class Paths:
     def report(self) -> Path:
         """Folder of the report."""
         return Path("reports") / self.slug
+
+    @property
+    def tune_report(self) -> Path:
+        """What the search of stage tune found; a page of the same name with .html stands beside it."""
+        return self.report / "tune.json"
 
     def scratch(self, stage: str) -> Path:
         """Folder for half-done work of ``stage``; neither git nor dvc looks at it."""

@@ -20,7 +20,7 @@ from treegraft.decoder import Decoder
 from treegraft.grafting import verification_order
 from treegraft.pair import encode_turns
 from treegraft.sampling import SamplingSettings, prompt_seed
-from treegraft.scheduling.features import SchedulingState, features
+from treegraft.scheduling.features import SchedulingState
 from treegraft.scheduling.policy import FixedSchedule, LearnedScheduler
 from treegraft.tree import DraftTree, IntArray
 
@@ -57,7 +57,7 @@ class WatchedScheduler:
         self.decisions: list[Decision] = []
 
     def choose(self, state: SchedulingState) -> int:
-        margins = self.scheduler.network.margins(features(state)).tolist()
+        margins = self.scheduler.margins(state)
         action = self.scheduler.choose(state)
         if action is None:
             action, margins = self.fallback.choose(state), []

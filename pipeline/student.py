@@ -26,6 +26,10 @@ from treegraft.scheduling.network import MarginNetwork
 CHOICE_TEMPERATURE = 0.5
 
 
+class DivergedError(UserError):
+    """The training has left the finite numbers."""
+
+
 @dataclass(frozen=True)
 class FittedStudent:
     """The best network of one training run."""
@@ -156,7 +160,7 @@ class _BestByScore(lightning.Callback):
         assert isinstance(pl_module, Student)
         network = pl_module.to_network()
         if not all(np.isfinite(array).all() for array in (*network.weights, *network.biases)):
-            raise UserError(f"Training diverged in epoch {trainer.current_epoch}; lower distill.learning_rate.")
+            raise DivergedError(f"Training diverged in epoch {trainer.current_epoch}; lower distill.learning_rate.")
         score = self.score(network)
         self.scores.append(score)
         if self.best is None or score > self.best[0]:
@@ -190,7 +194,7 @@ def fit_student(
         trainer_options: for ``lightning.Trainer``, over the defaults (e.g. {"devices": 2, "strategy": "ddp"}).
 
     Raises:
-        UserError: training diverged.
+        DivergedError: training diverged.
     """
     lightning.seed_everything(seed, workers=True, verbose=False)
     student = Student(states.features.shape[1], states.margins.shape[1], hidden, learning_rate, weight_decay, epochs)

@@ -17,10 +17,11 @@ from pipeline.labelled import LabelledStates
 from pipeline.params import PairConfig, load_pair
 from pipeline.student import Student, fit_student
 from tests.treegraft.tiny import cost_model
+from treegraft.api import learned_scheduler
 from treegraft.costs import CostModel, LatencyCurve
 from treegraft.errors import UserError
 from treegraft.scheduling.checkpoint import load_scheduler
-from treegraft.scheduling.features import feature_names
+from treegraft.scheduling.features import feature_groups, feature_names
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.values.lattice import Outcomes
 from treegraft.values.replay import best_fixed, fixed_actions, replay
@@ -93,8 +94,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairConfig:
         [
             "decoding.depth=2",
             "decoding.verified_sizes=[0, 2, 4]",
-            "distill={hidden: [8], learning_rate: 0.01, weight_decay: 0.0, epochs: 6, batch_size: 128, patience: 3, "
-            "policy_iterations: 1, seeds: [0, 1]}",
+            "distill={features: [text, tree], hidden: [8], learning_rate: 0.01, weight_decay: 0.0, epochs: 6, "
+            "batch_size: 128, patience: 3, visit_exponent: 1.0, policy_iterations: 1, seeds: [0, 1]}",
         ],
     )
     write_traces(made, tables())
@@ -297,7 +298,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     undisturbed = outputs(config)
     shutil.rmtree(config.paths.scheduler)
     shutil.rmtree(config.paths.scratch("distill"))
-    real = distill._fit
+    real = distill.fit_one
     fits: list[Any] = []
 
     def killed(*arguments: Any) -> Any:
@@ -307,7 +308,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill, "_fit", killed)
+        patch.setattr(distill, "fit_one", killed)
         with pytest.raises(KeyboardInterrupt):
             distill.run(config)
     assert not config.paths.scheduler.exists()
@@ -317,10 +318,46 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
         again.append(arguments)
         return real(*arguments)
 
-    monkeypatch.setattr(distill, "_fit", counted)
+    monkeypatch.setattr(distill, "fit_one", counted)
     distill.run(config)
     assert len(again) == 2  # of four: no fit is lost, none is done twice
     assert outputs(config) == undisturbed
+
+
+def test_groups_of_features_that_are_left_out_are_in_neither_student_nor_checkpoint(config: PairConfig) -> None:
+    some = config.model_copy(update={"distill": config.distill.model_copy(update={"features": ("tree",)})})
+    distill.run(some)
+    network, stored = load_scheduler(config.paths.scheduler)
+    groups = feature_groups(2, 2)
+    assert list(stored.feature_names) == groups["published"] + groups["tree"]
+    tables = read_traces(config.paths.traces, "test")
+    seen = tables.with_features(list(stored.feature_names))
+    assert distill.follow(network, seen).tokens_per_ms == stored.replay["test"]["student"]
+    # A decoder gives its scheduler all features, whatever the network takes.
+    scheduler = learned_scheduler(network, stored)
+    for state in range(3):
+        full = tables.features[7, state]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("treegraft.scheduling.policy.features", lambda _, full=full: full)
+            chosen = scheduler.choose(None)  # type: ignore[arg-type]
+        assert chosen == int(network.margins(seen.features[7, state])[0] > 0)
+
+
+def test_the_exponent_of_visits_weighs_rows(config: PairConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+
+    def note(states: LabelledStates, *_: Any, **__: Any) -> None:
+        seen.append(states.weights)
+
+    monkeypatch.setattr("pipeline.student.fit_student", note)
+    inputs = distill.read_inputs(config)
+    for exponent in (1.0, 0.5, 0.0):
+        changed = config.distill.model_copy(update={"visit_exponent": exponent})
+        distill.fit_one(config.model_copy(update={"distill": changed}), inputs, 0, None)
+    visits = inputs.train.visits.reshape(-1)
+    np.testing.assert_array_equal(seen[0], visits)
+    np.testing.assert_allclose(seen[1] ** 2, visits, rtol=1e-6)
+    np.testing.assert_array_equal(seen[2], (visits > 0).astype(np.float32))
 
 
 def test_fits_of_other_inputs_are_not_taken(config: PairConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import pytest
 from pipeline import files
 from pipeline.files import (
     append_jsonl,
+    is_locked,
+    locked,
     read_jsonl,
     replacing,
     replacing_folder,
@@ -41,6 +43,31 @@ def test_a_failure_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
         write_half()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_held_until_its_holder_ends_however_that_is(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "x.lock"
+    assert not is_locked(path)
+    with locked(path):
+        assert is_locked(path)
+    assert not is_locked(path)
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from pipeline.files import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert is_locked(path)
+    holder.kill()
+    holder.communicate()
+    assert not is_locked(path)
+    with locked(path):
+        pass
 
 
 def test_a_kill_between_writing_and_renaming_leaves_the_old_file(tmp_path: Path) -> None:

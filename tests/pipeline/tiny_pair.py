@@ -54,15 +54,18 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
         },
         "traces": {"policy_iterations": 2},
         "distill": {
+            "features": ["text", "tree"],
             "hidden": [8],
             "learning_rate": 0.01,
             "weight_decay": 0.0,
             "epochs": 4,
             "batch_size": 64,
             "patience": 2,
+            "visit_exponent": 1.0,
             "policy_iterations": 1,
             "seeds": [0, 1],
         },
+        "tune": {"trials": 3, "workers": 1},
         "evaluate": {
             "max_new_tokens": 12,
             "temperature": 0.0,

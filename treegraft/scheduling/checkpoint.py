@@ -29,7 +29,7 @@ import safetensors
 import safetensors.numpy
 
 from treegraft.errors import UserError
-from treegraft.scheduling.features import feature_names
+from treegraft.scheduling.features import feature_groups, feature_names
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.settings import DraftSettings, NgramSettings
 
@@ -51,7 +51,7 @@ class SchedulerConfig:
     drafters: tuple[str, ...]
     """Names of the drafters in order of cost: action i calls drafter i, and 0 is the light one."""
     feature_names: tuple[str, ...]
-    """Inputs in order."""
+    """Inputs in order: the published features and some or all of the others."""
     means: tuple[float, ...]
     """Mean of each input over the training states."""
     scales: tuple[float, ...]
@@ -372,12 +372,13 @@ def _check_config(config: SchedulerConfig, where: Path) -> None:
 
 def _check_features(config: SchedulerConfig, where: Path) -> None:
     known = list(feature_names(config.depth, len(config.drafters)))
+    published = feature_groups(config.depth, len(config.drafters))["published"]
     names = list(config.feature_names)
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"{where}: this version of TreeGraft does not know the feature(s) {_listed(unknown)}.")
-    if missing := [name for name in known if name not in names]:
-        raise UserError(f"{where}: the feature(s) {_listed(missing)} of this version of TreeGraft are not in it.")
-    if names != known:
+    if missing := [name for name in published if name not in names]:
+        raise UserError(f"{where}: the feature(s) {_listed(missing)}, which every scheduler has, are not in it.")
+    if names != [name for name in known if name in names]:
         raise UserError(f"{where}: feature_names are not in this version's order, which is {_listed(known)}.")
     for name in ("means", "scales"):
         values = getattr(config, name)

@@ -70,6 +70,13 @@ def feature_names(depth: int, drafters: int) -> list[str]:
     ]
 
 
+def feature_groups(depth: int, drafters: int) -> dict[str, list[str]]:
+    """The names by group, in order: the published ones, then of our own those of the text and those of the tree."""
+    names = feature_names(depth, drafters)
+    text, tree = names.index("log_answer_tokens"), names.index("root_chance")
+    return {"published": names[:text], "text": names[text:tree], "tree": names[tree:]}
+
+
 def cost_features(costs: RequestCosts) -> list[float]:
     """The leading features, which are constant in a request and alone depend on the machine."""
     ratios = [math.log(ms / costs.target_ms) for ms in costs.drafter_ms]

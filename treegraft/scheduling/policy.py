@@ -36,18 +36,28 @@ def always(depth: int, drafter: int = 1) -> FixedSchedule:
 
 
 class LearnedScheduler:
-    """Calls the drafter with the largest positive margin, else skips; cannot tell if no such margin is possible."""
+    """Calls the drafter with the largest positive margin, else skips; cannot tell if no such margin is possible.
 
-    def __init__(self, network: MarginNetwork, names: list[str], expected: list[str]) -> None:
-        if names != expected:
-            different = sorted(set(names) ^ set(expected)) or ["their order"]
+    ``names``: the network's inputs, some or all of ``known`` (what ``features`` computes) in the same order.
+    """
+
+    def __init__(self, network: MarginNetwork, names: list[str], known: list[str]) -> None:
+        if names != [name for name in known if name in names]:
+            different = sorted(set(names) - set(known)) or ["their order"]
             raise UserError(
                 f"the scheduler was made for other features ({', '.join(different[:5])} differ); train one here."
             )
         self.network = network
+        self._columns = None if names == known else np.array([known.index(name) for name in names])
+
+    def margins(self, state: SchedulingState) -> list[float]:
+        """What each drafter but the light one is worth over it here, in tokens: [m - 1]."""
+        values = features(state)
+        margins: list[float] = self.network.margins(values if self._columns is None else values[self._columns]).tolist()
+        return margins
 
     def choose(self, state: SchedulingState) -> int | None:
-        margins = self.network.margins(features(state)).tolist()
+        margins = self.margins(state)
         largest = max(margins)
         # A call adds no more tokens than are verified at most; NaN fails the comparison too.
         if not abs(largest) <= state.settings.verified_sizes[-1]:

@@ -1,6 +1,6 @@
 """All schedules' outcomes of many prompts as arrays: what replay, values and distillation work on."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,13 @@ class OutcomeTables:
             "prompt_of": renumbered,
         }
         return OutcomeTables(**values)
+
+    def with_features(self, names: list[str]) -> "OutcomeTables":
+        """The same tables with only the features ``names``, in that order."""
+        if names == self.feature_names:
+            return self
+        columns = [self.feature_names.index(name) for name in names]
+        return replace(self, feature_names=names, features=self.features[..., columns])
 
     def labelled(self, margins: NDArray[np.float64], visits: NDArray[np.float64]) -> "OutcomeTables":
         """The same tables with labels."""
