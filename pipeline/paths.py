@@ -20,6 +20,7 @@ class Paths:
         data/traces/<slug>/                  states and schedules as Parquet
         data/evaluation/<slug>/              measured runs
         reports/<slug>/                      report.{json,md,html}, metrics.json, traces.json, distill.json, plots/
+        reports/index.html                   the reports of all pairs
         .treegraft/<slug>/<stage>/           half-done work that a killed stage resumes from
     """
 

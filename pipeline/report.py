@@ -8,6 +8,8 @@ Reads data/evaluation/<pair>/{runs.jsonl, summary.json} and reports/<pair>/disti
     metrics.json   a few numbers for `dvc metrics show`
     plots/         speedup.tsv and acceptance.tsv for `dvc plots`
 
+and reports/index.html, which lists the reports of all pairs.
+
 Numbers are made in `pipeline.aggregate`, pages in `pipeline.report_html`; this module only reads and writes.
 """
 
@@ -34,6 +36,7 @@ def run(config: "PairConfig") -> None:
     from pipeline.files import read_json, write_json, write_text
     from pipeline.measurements import parse_summary
     from pipeline.report_html import render_html, render_markdown
+    from pipeline.report_index import write_index
 
     again = f"run `pipeline evaluate {config.slug}` again"
     folder = config.paths.evaluation
@@ -49,9 +52,12 @@ def run(config: "PairConfig") -> None:
         write_text(out / "plots" / f"{name}.tsv", tsv(rows, PLOT_COLUMNS[name]))
     write_json(out / "metrics.json", metrics(report))
     write_json(out / "report.json", report)  # last: where it is, the others are
+    index = write_index(out.parent)
     print(report["headline"]["text"])
     print(report["headline"]["over_best_single"]["text"])
-    print(f"Report: {out / 'report.html'}")
+    for warning in report["warnings"]:
+        print(f"Warning: {warning}")
+    print(f"Report: {out / 'report.html'}; all pairs: {index}")
 
 
 def read_runs(path: Path, again: str) -> "list[Run]":
