@@ -20,7 +20,7 @@ from typing import Any
 OPPONENTS = {"plain": "hf_generate", "ngram": "hf_prompt_lookup", "strong": "hf_assisted"}
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 ROUNDS = 7
-Methods = dict[str, Callable[[Any], dict[str, Any]]]
+Methods = dict[str, Callable[[Any, Any], dict[str, Any]]]
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     bench = prepare(config)
     tuned = config.paths.scratch("benchmark") / "strong.json"
     tuned.unlink(missing_ok=True)
-    strong = tuned_strong(bench, select_prompts(config.prompts.sources, config.label)["validation"], tuned)
+    strong = tuned_strong(bench, select_prompts(config.prompts.sources, config.label)["validation"], 0.0, tuned)
     methods = make_methods(bench, strong) | hf_methods(bench.models, options.tokens)
     methods["ngram_not_recycled"] = not_recycled(bench)
     if options.methods:
@@ -67,7 +67,7 @@ def main() -> None:
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def not_recycled(bench: Any) -> Callable[[Any], dict[str, Any]]:
+def not_recycled(bench: Any) -> Callable[[Any, Any], dict[str, Any]]:
     """The n-gram drafter alone as ``ngram`` has it, but for the target's own earlier choices."""
     from pipeline.methods import timed
     from treegraft.costs import CostModel
@@ -90,6 +90,7 @@ def measure(methods: Methods, bench: Any, prompts: list[Any]) -> list[dict[str, 
     """Every method on every prompt's first turn, in shuffled order, after one short warm-up each."""
     from pipeline.progress import progress
     from treegraft.pair import encode_turns
+    from treegraft.sampling import SamplingSettings
 
     rows = []
     for number, prompt in enumerate(progress([prompts[0], *prompts], desc="benchmark", unit="prompt")):
@@ -97,7 +98,7 @@ def measure(methods: Methods, bench: Any, prompts: list[Any]) -> list[dict[str, 
         names = list(methods)
         random.Random(number).shuffle(names)
         for name in names:
-            row = methods[name](tokens) | {"method": name, "prompt": prompt.id, "kind": prompt.kind}
+            row = methods[name](tokens, SamplingSettings()) | {"method": name, "prompt": prompt.id, "kind": prompt.kind}
             if number:  # the first prompt warms up
                 rows.append(row)
     return rows

@@ -9,16 +9,19 @@ end: the speed-up of a method is (its tokens / its seconds) / (plain's tokens / 
 
 Intervals are 95% percentile bootstrap intervals over prompts. They are paired: a drawn prompt brings all its turns and
 repeats of every method. One prompt alone has no interval (null).
+
+Temperatures. All of the above is made for each temperature alone. The first of evaluate.temperatures has the report's
+own keys, the others stand in `other_temperatures` under the same names.
 """
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from pipeline.bootstrap import Sums, draw_prompts, drawn_ratios, percentile_interval
+from pipeline.headline import headline
 from pipeline.measurements import (
     DRAFTING_METHODS,
     METHODS,
@@ -30,61 +33,10 @@ from pipeline.measurements import (
     Summary,
     TimeSplit,
 )
+from pipeline.provenance import code_changed
 from pipeline.recorded_steps import RecordedPrompt
 from pipeline.report_schema import SCHEMA, check_report
 from treegraft.errors import UserError
-
-# ----------------------------------------------------------------------------------------------------- paired bootstrap
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Tokens and seconds of one method, summed over the turns and repeats of each prompt."""
-
-    tokens: np.ndarray  # float64 [prompts]
-    seconds: np.ndarray  # float64 [prompts]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second over all prompts."""
-        return float(self.tokens.sum() / self.seconds.sum())
-
-    def drawn_rates(self, draws: np.ndarray) -> np.ndarray:
-        """Tokens per second of each resample. draws: int [resamples, prompts]; returns float64 [resamples].
-
-        A product and a sum, not a matrix product: equal inputs then give equal bits, so a method that equals plain
-        has a speed-up of exactly 1.
-        """
-        return np.asarray((draws * self.tokens).sum(axis=1) / (draws * self.seconds).sum(axis=1))
-
-
-def draw_prompts(prompts: int, resamples: int, seed: int, name: str) -> np.ndarray | None:
-    """How often each prompt is drawn in each resample: int [resamples, prompts]; None for fewer than two prompts.
-
-    `name` (a benchmark) is part of the seed, so that another benchmark leaves the intervals of the rest as they were.
-    """
-    if prompts < 2:
-        return None
-    random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    return random.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
-
-
-def drawn_ratios(method: Sums, base: Sums, draws: np.ndarray | None) -> np.ndarray | None:
-    """Rate of `method` over rate of `base` in each resample: float64 [resamples], NaN where base emitted nothing."""
-    if draws is None:
-        return None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = method.drawn_rates(draws) / base.drawn_rates(draws)
-    return np.where(np.isfinite(ratios), ratios, np.nan)
-
-
-def percentile_interval(ratios: np.ndarray | None) -> dict[str, float | None]:
-    """The 2.5th and 97.5th percentile as {low, high}; null where there is nothing to resample."""
-    if ratios is None or np.isnan(ratios).all():
-        return {"low": None, "high": None}
-    low, high = np.nanpercentile(ratios, [2.5, 97.5])
-    return {"low": float(low), "high": float(high)}
-
 
 # ---------------------------------------------------------------------------------------------------------- aggregation
 
@@ -215,36 +167,33 @@ def build_report(
     distill: metrics of the distill stage, or None. steps: to be drawn. resamples, seed: of the bootstrap.
     UserError for runs that cannot be compared (see `group_runs`).
     """
-    groups = group_runs(runs)
-    benchmarks, over_best, over_best_mean = _by_bench(groups, resamples, seed)
-    overall = _over_all(groups, resamples, seed)
-    ratios = [entry["ratio"] for entry in over_best.values()]
+    by_temperature = {
+        temperature: group_runs([run for run in runs if run.temperature == temperature])
+        for temperature in summary.temperatures
+    }
+    if strange := {run.temperature for run in runs} - set(by_temperature):
+        raise UserError(f"runs.jsonl has temperature {min(strange)}, which summary.json has not: run evaluate again")
+    first, *others = (
+        {"temperature": temperature, **_measured(temperature, groups, summary.dtype, resamples, seed)}
+        for temperature, groups in by_temperature.items()
+    )
+    groups = by_temperature[first["temperature"]]
     report = {
         "schema": SCHEMA,
         "pair": pair,
         "device": summary.device,
         "settings": summary.settings,
         "created": summary.ended,  # of the measurement, not of this file: equal inputs give equal bytes
-        "headline": _headline(overall["treegraft"]["speedup"], over_best_mean, over_best),
-        "benchmarks": benchmarks,
-        "overall": overall,
-        "over_best_single": {
-            **over_best,
-            "mean": over_best_mean["ratio"],
-            "max": max(ratios),
-            "min": min(ratios),
-        },
+        "warnings": _warnings(pair, summary),
+        **first,
+        "other_temperatures": others,
         "oracle": _oracle(summary.replay),
-        "replay": _replay(summary.replay or ReplayRates(), benchmarks, overall),
+        "replay": _replay(summary.replay or ReplayRates(), first["benchmarks"], first["overall"]),
         "calibration": [
             bin_.model_dump(include={"predicted", "observed", "count"}) for bin_ in summary.calibration or []
         ],
-        "identity": {
-            **summary.identity.model_dump(),
-            "by_method": {method: overall[method]["divergences"] for method in METHODS if overall[method]},
-        },
         "baselines": {
-            "best_single": {bench: entry["best"] for bench, entry in over_best.items()},
+            "best_single": {bench: first["over_best_single"][bench]["best"] for bench in groups},
             "schedulers": _schedulers(distill),
         },
         "steps": [prompt.model_dump() for prompt in steps],
@@ -267,6 +216,65 @@ def build_report(
     }
     check_report(report)
     return report
+
+
+def _measured(
+    temperature: float, groups: Mapping[str, Mapping[str, Sequence[Run]]], dtype: str, resamples: int, seed: int
+) -> dict[str, Any]:
+    """Everything that the runs of one temperature show."""
+    benchmarks, over_best, over_best_mean = _by_bench(groups, resamples, seed)
+    overall = _over_all(groups, resamples, seed)
+    if temperature > 0:
+        # transformers draws its own random numbers, so its text may be another without being wrong.
+        for cells in (*benchmarks.values(), overall):
+            for method in set(METHODS) - set(OWN_METHODS):
+                if cells[method]:
+                    cells[method]["divergences"] = None
+    ratios = [entry["ratio"] for entry in over_best.values()]
+    return {
+        "headline": headline(temperature, overall["treegraft"]["speedup"], over_best_mean, over_best),
+        "benchmarks": benchmarks,
+        "overall": overall,
+        "over_best_single": {**over_best, "mean": over_best_mean["ratio"], "max": max(ratios), "min": min(ratios)},
+        "identity": _identity(groups, dtype)
+        | {"by_method": {method: overall[method]["divergences"] for method in METHODS if overall[method]}},
+        "by_prompt": {bench: _by_prompt(methods) for bench, methods in groups.items()},
+    }
+
+
+def _identity(groups: Mapping[str, Mapping[str, Sequence[Run]]], dtype: str) -> dict[str, Any]:
+    """How far the texts of this project's methods equal those that plain decoding has of the same seeds."""
+    drafted = [run for methods in groups.values() for method in DRAFTING_METHODS for run in methods[method]]
+    apart = [run.divergence for run in drafted if run.divergence is not None]
+    return {
+        "dtype": dtype,
+        "compared_tokens": sum(run.tokens for run in drafted),
+        "divergences": len(apart),
+        "max_logit_gap": max((place.logit_gap for place in apart if place.logit_gap is not None), default=0.0),
+    }
+
+
+def _by_prompt(methods: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """Sums of each prompt, from which a later report can be held against this one prompt by prompt."""
+    prompts = _prompts(methods["plain"])
+    found: dict[str, Any] = {}
+    for method, rows in methods.items():
+        sums = sum_by_prompt(rows, prompts)
+        steps: dict[str, list[int | None]] = {prompt: [] for prompt in prompts}
+        for run in rows:
+            steps[run.prompt_id].append(run.steps)
+        found[method] = {
+            "tokens": sums.tokens.astype(int).tolist(),
+            "seconds": sums.taken.tolist(),
+            "steps": [_total(counts) for counts in steps.values()],
+        }
+    return {"prompts": prompts, "methods": dict(sorted(found.items()))}
+
+
+def _warnings(pair: str, summary: Summary) -> list[str]:
+    """Sentences about what makes the figures doubtful."""
+    changed = summary.provenance.get("code_changed") or []
+    return [code_changed("evaluate", pair, changed)] if changed else []
 
 
 def _prompts(rows: Iterable[Run]) -> list[str]:
@@ -309,7 +317,7 @@ def _over_all(groups: Mapping[str, Mapping[str, Sequence[Run]]], resamples: int,
     return _by_method(rows, sums, draw_prompts(len(prompts), resamples, seed, ""))
 
 
-# -------------------------------------------------------------------------------------------------- replay and headline
+# --------------------------------------------------------------------------------------------------------------- replay
 
 
 def _divide(number: float | None, by: float | None) -> float | None:
@@ -361,47 +369,6 @@ def _oracle(rates: ReplayRates | None) -> dict[str, Any]:
     return {**headroom(rates.tokens_per_ms), "benches": {bench: headroom(row) for bench, row in rates.benches.items()}}
 
 
-def verdict(low: float | None, high: float | None) -> str:
-    """What an interval of a speed ratio shows: faster, slower, undecided (it includes 1) or unknown (no interval)."""
-    if low is None or high is None:
-        return "unknown"
-    return "faster" if low > 1 else "slower" if high < 1 else "undecided"
-
-
-def compare(ratio: float, low: float | None, high: float | None, other: str) -> str:
-    """A speed ratio as the end of a sentence that begins with who is compared."""
-    interval = "no interval from so few prompts" if low is None else f"95% interval {low:.2f} to {high:.2f}"
-    times = f"{ratio:.2f}"
-    if times == "1.00":
-        return f"is as fast as {other} (1.00 times its speed, {interval})"
-    if ratio < 1:
-        return f"is slower than {other}: {times} times its speed ({interval})"
-    return f"is {times} times as fast as {other} ({interval})"
-
-
-def _headline(speedup: Mapping[str, Any], mean: Mapping[str, Any], by_bench: Mapping[str, Any]) -> dict[str, Any]:
-    over_plain = verdict(speedup["low"], speedup["high"])
-    over_best = verdict(mean["low"], mean["high"])
-    text = f"TreeGraft {compare(speedup['mean'], speedup['low'], speedup['high'], 'plain decoding')}."
-    compared = compare(mean["ratio"], mean["low"], mean["high"], "the better single drafter")
-    if len(by_bench) == 1:
-        best = f"It {compared}."
-    else:
-        best = f"On average over benchmarks it {compared}"
-        least, most = (choose(by_bench, key=lambda bench: by_bench[bench]["ratio"]) for choose in (min, max))
-        best += f"; from {by_bench[least]['ratio']:.2f} ({least}) to {by_bench[most]['ratio']:.2f} ({most})."
-    if over_best == "undecided":
-        best += " That interval includes 1: these prompts do not show a difference."
-    return {
-        "text": text,
-        "ratio": speedup["mean"],
-        "low": speedup["low"],
-        "high": speedup["high"],
-        "verdict": over_plain,
-        "over_best_single": {"text": best, **mean, "verdict": over_best},
-    }
-
-
 def _schedulers(distill: Mapping[str, Any] | None) -> dict[str, Any]:
     """Replayed tokens/ms of each scheduler on validation and test prompts, as the distill stage compared them."""
     replayed = (distill or {}).get("replay", {})
@@ -412,4 +379,4 @@ def _schedulers(distill: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _hardware(summary: Summary) -> dict[str, Any]:
     device = summary.device if isinstance(summary.device, dict) else {"name": summary.device}
-    return {**device, "dtype": summary.identity.dtype}
+    return {**device, "dtype": summary.dtype}

@@ -18,6 +18,7 @@ from treegraft.errors import UserError
 if TYPE_CHECKING:
     from pipeline.params import PairConfig
 
+EXIT_SLOWER = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -25,9 +26,9 @@ EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (default: those of the process) and return the exit code.
 
-    0: done. 2: the user can mend it; standard error has one sentence. 130: interrupted. `pipeline all` hands on the
-    exit code of the stage that failed. Anything else that goes wrong is a fault of this program and keeps its
-    traceback.
+    0: done. 1: `pipeline compare --fail-if-slower` found TreeGraft slower. 2: the user can mend it; standard error has
+    one sentence. 130: interrupted. `pipeline all` hands on the exit code of the stage that failed. Anything else that
+    goes wrong is a fault of this program and keeps its traceback.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _validate(options.folder)
         if options.stage == "tune":
             return _tune(options.pair, options.set, options.trials, options.workers)
+        if options.stage == "compare":
+            return _compare(options.earlier, options.later, options.fail_if_slower)
         if options.stage == "all":
             return _run_all(options.pair, options.set)
         return _run_stage(
@@ -55,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bool, plan: bool) -> int:
+    from pipeline.provenance import changed_code, code_changed, source_digests
+
     config = _load(pair, overrides)
+    code = source_digests()
     if rebuild:
         from pipeline.draft import rebuild as rebuild_drafter
 
@@ -67,6 +73,8 @@ def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bo
     else:
         stage.run()(config)
         write_sections(config, stage.sections)
+    if changed := changed_code(code):
+        print(f"pipeline: {code_changed(stage.name, pair, changed)}", file=sys.stderr)
     return 0
 
 
@@ -114,12 +122,30 @@ def _validate(folder: Path) -> int:
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder.")
     faults, summary = validate_traces(folder)
+    _print("\n".join(faults or [summary]))
+    return EXIT_USER_ERROR if faults else 0
+
+
+def _compare(earlier: Path, later: Path, fail_if_slower: bool) -> int:
+    """What changed between two reports on standard output; with ``fail_if_slower`` the verdict as exit code."""
+    from pipeline.compare import compare_reports, render
+    from pipeline.report_index import load_report
+
+    comparison = compare_reports(load_report(earlier), load_report(later))
+    _print(render(comparison))
+    if not fail_if_slower:
+        return 0
+    if comparison.undecidable:
+        raise UserError(f"Whether TreeGraft got slower cannot be told: {comparison.undecidable}.")
+    return EXIT_SLOWER if comparison.verdict == "slower" else 0
+
+
+def _print(text: str) -> None:
     try:
-        print("\n".join(faults or [summary]), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         # `| head` has read enough; nothing is left to say when Python closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_USER_ERROR if faults else 0
 
 
 def _call(command: Sequence[str]) -> int:
@@ -207,6 +233,19 @@ def _parser() -> argparse.ArgumentParser:
         "splits and bytes. Lists every fault with its place; exit code 2 if there is one.",
     )
     validate.add_argument("folder", type=Path, help="a folder that stage traces wrote, or a copy of one")
+    compare = commands.add_parser(
+        "compare",
+        help="say what changed between two reports beyond noise",
+        description="Hold a report.json against an earlier one: what differs in hardware, settings and prompts, then "
+        "every benchmark and method with what changed beyond noise.",
+    )
+    compare.add_argument("earlier", type=Path, help="the report.json to hold against")
+    compare.add_argument("later", type=Path, help="the new report.json")
+    compare.add_argument(
+        "--fail-if-slower",
+        action="store_true",
+        help="exit code 1 if TreeGraft's speed-up over plain decoding fell beyond noise, 2 if that cannot be told",
+    )
     return parser
 
 

@@ -1,21 +1,21 @@
 """Stage evaluate: measured speed of every method on the test prompts, in one process, interleaved prompt by prompt.
 
-Writes data/evaluation/<pair>/runs.jsonl (one row a turn, method and repeat), summary.json, and steps.jsonl (a few
-single steps for the report to draw; see `pipeline.step_recorder`).
+Writes data/evaluation/<pair>/runs.jsonl (one row a temperature, turn, method and repeat), summary.json, and steps.jsonl
+(a few single steps for the report to draw; see `pipeline.step_recorder`).
 """
 
-import hashlib
 import json
 import random
 import shutil
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.files import (
     append_jsonl,
     file_digest,
-    json_text,
     read_jsonl,
     replacing_folder,
     scratch_folder,
@@ -23,9 +23,11 @@ from pipeline.files import (
     write_text,
 )
 from pipeline.labelled import decide
-from pipeline.methods import Bench, Method, make_methods, prepare
+from pipeline.measurements import OWN_METHODS
+from pipeline.methods import Bench, Method, ecosystem_methods, make_methods, prepare
 from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
+from pipeline.provenance import code_provenance, digest, input_digests, source_digests
 from pipeline.strong_depth import StrongDepth, tune_strong_depth
 
 TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all
@@ -38,21 +40,39 @@ if TYPE_CHECKING:
 
 def run(config: "PairConfig") -> None:
     """Measure all methods on all test prompts; a killed run goes on with the turns that are missing."""
-    from datetime import UTC, datetime
-
     from pipeline.step_recorder import record_steps
 
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    code = source_digests()
     splits = select_prompts(config.prompts.sources, config.label)
     prompts = splits["test"]
+    inputs = input_digests(config, prompts)
     bench = prepare(config)
-    scratch = _scratch(config, prompts)
-    strong = tuned_strong(bench, splits["validation"], scratch / "strong.json")
-    methods = make_methods(bench, strong)
-    rows = measure(bench, methods, prompts, scratch / "turns.jsonl")
-    summary = summarize(bench, strong, rows)
-    summary |= {"started": started, "ended": datetime.now(UTC).isoformat(timespec="seconds")}
-    steps = record_steps(bench, prompts, rows, scratch / "steps.jsonl")
+    scratch = _scratch(config, inputs)
+    begun = scratch / "begun.json"
+    if not begun.exists():
+        write_json(begun, {"started": _now()})
+    others = ecosystem_methods(bench)
+    rows: list[dict[str, Any]] = []
+    depths = []
+    for temperature in config.evaluate.temperatures:
+        folder = scratch / f"temperature-{temperature}"
+        strong = tuned_strong(bench, splits["validation"], temperature, folder / "strong.json")
+        depths.append(strong.depth)
+        rows += measure(bench, make_methods(bench, strong) | others, prompts, temperature, folder / "turns.jsonl")
+    first_rows = [row for row in rows if row["temperature"] == config.evaluate.temperatures[0]]
+    steps = record_steps(bench, prompts, first_rows, scratch / "steps.jsonl")
+    summary = summarize(bench, depths) | {
+        "started": json.loads(begun.read_text(encoding="utf-8"))["started"],
+        "ended": _now(),
+        "provenance": {
+            **code_provenance(code),
+            "params_digest": digest(config.model_dump(mode="json")),
+            "inputs": inputs,
+            "versions": {
+                name: version(name) for name in ("torch", "transformers", "lightning", "scikit-learn", "numpy")
+            },
+        },
+    }
     with replacing_folder(config.paths.evaluation) as folder:
         for name, lines in (("runs.jsonl", rows), ("steps.jsonl", steps)):
             write_text(folder / name, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
@@ -60,7 +80,11 @@ def run(config: "PairConfig") -> None:
     shutil.rmtree(scratch)
 
 
-def tuned_strong(bench: Bench, prompts: list[Prompt], path: Path) -> StrongDepth:
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def tuned_strong(bench: Bench, prompts: list[Prompt], temperature: float, path: Path) -> StrongDepth:
     """The best depth of the strong drafter alone, measured on some validation prompts, or as ``path`` has it."""
     from treegraft.pair import encode_turns
     from treegraft.values.replay import joint_rate, replay_fixed
@@ -69,17 +93,20 @@ def tuned_strong(bench: Bench, prompts: list[Prompt], path: Path) -> StrongDepth
         plan = (len(bench.config.drafters) - 1,) * bench.config.decoding.depth
         guess = joint_rate([replay_fixed(bench.tables["train"], plan)])
         some = [encode_turns(bench.models.target, prompt.turns[:1], []) for prompt in prompts[::TUNING_STRIDE]]
-        write_json(path, asdict(tune_strong_depth(bench, some, guess)))
+        write_json(path, asdict(tune_strong_depth(bench, some, temperature, guess)))
     return StrongDepth(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def measure(bench: Bench, methods: dict[str, Method], prompts: list[Prompt], turns: Path) -> list[dict[str, Any]]:
+def measure(
+    bench: Bench, methods: dict[str, Method], prompts: list[Prompt], temperature: float, turns: Path
+) -> list[dict[str, Any]]:
     """All methods on every turn, in an order shuffled anew for each turn and repeat; returns the rows of runs.jsonl.
 
-    Later turns follow on plain decoding's answers, so that all methods see the same text. ``turns`` gets one line a
-    finished turn, so a kill costs the turn it falls into and nothing else.
+    Later turns follow on plain decoding's first answers, so that all methods see the same text. ``turns`` gets one line
+    a finished turn, so a kill costs the turn it falls into and nothing else.
     """
     from treegraft.pair import encode_turns
+    from treegraft.sampling import SamplingSettings
 
     config = bench.config
     done = {(turn["prompt_id"], turn["turn"]): turn for turn in read_jsonl(turns)}
@@ -87,16 +114,16 @@ def measure(bench: Bench, methods: dict[str, Method], prompts: list[Prompt], tur
         log(f"evaluate: {len(done)} turns were measured by an earlier run")
     warm = encode_turns(bench.models.target, prompts[0].turns[:1], [])[-64:]
     for method in methods.values():
-        method(warm)
-    for prompt in progress(prompts, desc="evaluate", unit="prompt"):
+        method(warm, SamplingSettings(temperature=temperature))
+    for prompt in progress(prompts, desc=f"evaluate, temperature {temperature:g}", unit="prompt"):
         answers: list[str] = []
         for number in range(len(prompt.turns)):
             turn = done.get((prompt.id, number))
             if turn is None:
                 tokens = encode_turns(bench.models.target, prompt.turns, answers)
-                rows = _measure_turn(config, methods, prompt, number, tokens)
+                rows = _measure_turn(config, methods, prompt, number, tokens, temperature)
                 plain = next(row for row in rows if row["method"] == "plain")
-                _compare(bench, tokens, plain["token_ids"], rows)
+                _compare(bench, tokens, rows)
                 turn = {"prompt_id": prompt.id, "turn": number, "answer": plain.pop("text"), "rows": rows}
                 for row in rows:
                     row.pop("text", None)
@@ -107,33 +134,46 @@ def measure(bench: Bench, methods: dict[str, Method], prompts: list[Prompt], tur
 
 
 def _measure_turn(
-    config: "PairConfig", methods: dict[str, Method], prompt: Prompt, turn: int, tokens: "np.ndarray"
+    config: "PairConfig",
+    methods: dict[str, Method],
+    prompt: Prompt,
+    turn: int,
+    tokens: "np.ndarray",
+    temperature: float,
 ) -> list[dict[str, Any]]:
     """One row for each method and repeat."""
+    from treegraft.sampling import SamplingSettings, prompt_seed
+
     found = []
     for repeat in range(config.evaluate.repeats):
+        seed = prompt_seed(config.seed + repeat, tokens)  # of the first repeat, stage label's own
         names = list(methods)
         random.Random(f"{config.seed}/{prompt.id}/{turn}/{repeat}").shuffle(names)
         for name in names:
-            row = methods[name](tokens)
+            row = methods[name](tokens, SamplingSettings(temperature=temperature, seed=seed))
             ids = {"prompt_id": prompt.id, "turn": turn, "bench": prompt.kind, "method": name, "repeat": repeat}
-            found.append(ids | row)
+            found.append(ids | {"temperature": temperature, "seed": seed} | row)
     return found
 
 
-def _compare(bench: Bench, prompt: "np.ndarray", plain: list[int], rows: list[dict[str, Any]]) -> None:
-    """Note in each row where its text leaves plain decoding's, and how far apart the target's logits are there."""
+def _compare(bench: Bench, prompt: "np.ndarray", rows: list[dict[str, Any]]) -> None:
+    """Note in each row where its text leaves plain decoding's, and how far apart the target's logits are there.
+
+    Plain decoding's of the same repeat, and so of the same seed. What transformers samples is not compared: it draws
+    its own numbers.
+    """
+    texts = {row["repeat"]: row["token_ids"] for row in rows if row["method"] == "plain"}
     for row in rows:
-        own = row["token_ids"]
-        at = next((i for i, (a, b) in enumerate(zip(own, plain, strict=False)) if a != b), None)
-        if at is None and len(own) != len(plain):
-            at = min(len(own), len(plain))
         row["divergence"] = None
-        if at is not None:
-            gap = None
-            if at < min(len(own), len(plain)):
-                gap = _logit_gap(bench, [*prompt.tolist(), *plain[:at]], plain[at], own[at])
-            row["divergence"] = {"token": at, "logit_gap": gap}
+        own, plain = row["token_ids"], texts[row["repeat"]]
+        if own == plain or (row["temperature"] > 0 and row["method"] not in OWN_METHODS):
+            continue
+        shorter = min(len(own), len(plain))
+        at = next((i for i in range(shorter) if own[i] != plain[i]), shorter)
+        gap = None
+        if at < shorter:
+            gap = _logit_gap(bench, [*prompt.tolist(), *plain[:at]], plain[at], own[at])
+        row["divergence"] = {"token": at, "logit_gap": gap}
 
 
 def _logit_gap(bench: Bench, text: list[int], one: int, other: int) -> float:
@@ -145,17 +185,18 @@ def _logit_gap(bench: Bench, text: list[int], one: int, other: int) -> float:
     return abs(float(logits[one] - logits[other]))
 
 
-def summarize(bench: Bench, strong: StrongDepth, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the report needs besides the runs: identity, replay, calibration, provenance."""
+def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
+    """What the report needs besides the runs and their provenance: machine, settings, replay, calibration."""
     from pipeline.pair import machine
 
     config = bench.config
-    others = [row for row in rows if row["method"] not in ("plain", "hf_prompt_lookup", "hf_assisted")]
-    apart = [row["divergence"] for row in others if row["divergence"] is not None]
-    gaps = [divergence["logit_gap"] for divergence in apart if divergence["logit_gap"] is not None]
     about = machine(config)
+    # The tables hold the outcomes of text at one temperature, which predict nothing about another's.
+    comparable = config.evaluate.temperatures[0] == config.label.temperature
     return {
         "device": about,
+        "dtype": about["dtype"],
+        "temperatures": list(config.evaluate.temperatures),
         "settings": {
             "decoding": config.decoding.model_dump(mode="json"),
             "evaluate": config.evaluate.model_dump(mode="json"),
@@ -163,17 +204,10 @@ def summarize(bench: Bench, strong: StrongDepth, rows: list[dict[str, Any]]) -> 
             "target": config.target.name,
             "drafters": [drafter.name for drafter in config.drafters],
             "best_fixed": list(bench.scheduler.best_fixed),
-            "strong_depth": strong.depth,
+            "strong_depth": strong_depths,
         },
-        "identity": {
-            "dtype": about["dtype"],
-            "compared_tokens": sum(row["tokens"] for row in others),
-            "divergences": len(apart),
-            "max_logit_gap": max(gaps, default=0.0),
-        },
-        "replay": replayed(bench),
-        "calibration": node_calibration(bench),
-        "provenance": provenance(config),
+        "replay": replayed(bench) if comparable else None,
+        "calibration": node_calibration(bench) if comparable else None,
     }
 
 
@@ -235,26 +269,8 @@ def node_calibration(bench: Bench, bins: int = 10) -> list[dict[str, float]]:
     return found
 
 
-def provenance(config: "PairConfig") -> dict[str, Any]:
-    """Which code, parameters and versions the figures are from."""
-    import subprocess
-    from importlib.metadata import version
-
-    def git(*arguments: str) -> str | None:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    status = git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)dvc.lock")
-    return {
-        "git_revision": git("rev-parse", "HEAD"),
-        "dirty": None if status is None else bool(status),
-        "params_digest": hashlib.sha256(json_text(config.model_dump(mode="json")).encode()).hexdigest(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "lightning", "scikit-learn", "numpy")},
-    }
-
-
-def _scratch(config: "PairConfig", prompts: list[Prompt]) -> Path:
-    """The scratch folder of measurements of exactly this scheduler, code and configuration."""
+def _scratch(config: "PairConfig", inputs: dict[str, str | None]) -> Path:
+    """The scratch folder of measurements of exactly these inputs, this code and this configuration."""
     import treegraft
 
     code = [
@@ -264,12 +280,9 @@ def _scratch(config: "PairConfig", prompts: list[Prompt]) -> Path:
             Path(__file__).with_name, ("hf_methods.py", "methods.py", "pair.py", "step_recorder.py", "strong_depth.py")
         ),
     ]
-    manifests = [config.paths.manifest("fetch"), config.paths.manifest("draft"), config.paths.traces / "manifest.json"]
     parts = {
         "config": config.model_dump(mode="json"),
-        "prompts": [[prompt.id, *prompt.turns] for prompt in prompts],
-        "inputs": [file_digest(path) for path in [*manifests, config.paths.profile] if path.exists()],
-        "scheduler": [file_digest(config.paths.scheduler / name) for name in ("config.json", "model.safetensors")],
+        "inputs": inputs,
         "code": [file_digest(path) for path in code],
     }
     return scratch_folder(config.paths.scratch("evaluate"), parts)

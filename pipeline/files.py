@@ -152,7 +152,7 @@ def read_json(path: Path, mend: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {mend}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}): {mend}.") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} does not hold an object: {mend}.")

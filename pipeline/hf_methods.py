@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from pipeline.methods import Method
     from treegraft.pair import PairModels
+    from treegraft.sampling import SamplingSettings
 
 PROMPT_LOOKUP_TOKENS = 10  # transformers' documentation uses 10
 ENGINE_ONLY = (  # what transformers does not tell
@@ -28,21 +29,19 @@ ENGINE_ONLY = (  # what transformers does not tell
 )
 
 
-def hf_methods(models: "PairModels", max_new_tokens: int, temperature: float = 0.0) -> "dict[str, Method]":
+def hf_methods(models: "PairModels", max_new_tokens: int) -> "dict[str, Method]":
     """``hf_generate``, ``hf_prompt_lookup`` and, for a pair with a drafter model, ``hf_assisted``.
 
     They run as transformers' documentation sets them up and report no steps. Their models are loaded once more, as
     transformers runs them: ours have other layers and smaller heads.
     """
     target, strong = load_stock(models.target), models.drafters[-1]
-    settings = _neutral(models, max_new_tokens, temperature)
-    lookup = _neutral(models, max_new_tokens, temperature, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS)
     methods = {
-        "hf_generate": _method(models, target, settings, None),
-        "hf_prompt_lookup": _method(models, target, lookup, None),
+        "hf_generate": _method(models, target, max_new_tokens),
+        "hf_prompt_lookup": _method(models, target, max_new_tokens, prompt_lookup_num_tokens=PROMPT_LOOKUP_TOKENS),
     }
     if strong is not None:
-        methods["hf_assisted"] = _method(models, target, settings, load_stock(strong))
+        methods["hf_assisted"] = _method(models, target, max_new_tokens, load_stock(strong))
     return methods
 
 
@@ -63,11 +62,17 @@ def _neutral(models: "PairModels", max_new_tokens: int, temperature: float, **ot
 
 
 def _method(
-    models: "PairModels", module: PreTrainedModel, settings: GenerationConfig, assistant: PreTrainedModel | None
+    models: "PairModels",
+    module: PreTrainedModel,
+    max_new_tokens: int,
+    assistant: PreTrainedModel | None = None,
+    **others: Any,
 ) -> "Method":
     target = models.target
 
-    def method(tokens: "np.ndarray") -> dict[str, Any]:
+    def method(tokens: "np.ndarray", sampling: "SamplingSettings") -> dict[str, Any]:
+        settings = _neutral(models, max_new_tokens, sampling.temperature, **others)
+        torch.manual_seed(sampling.seed)
         started = perf_counter()
         ids = torch.from_numpy(tokens)[None].to(target.device)
         out: Any = module.generate(  # type: ignore[operator]

@@ -65,6 +65,7 @@ class Run(Strict):
     turn: Count
     bench: Name
     method: Name
+    temperature: NotNegative
     repeat: Count
     tokens: Count
     seconds: Positive
@@ -96,17 +97,8 @@ class Run(Strict):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What two methods must share to be compared: (prompt, turn, repeat)."""
+        """What two methods must share at one temperature to be compared: (prompt, turn, repeat)."""
         return self.prompt_id, self.turn, self.repeat
-
-
-class Identity(Strict):
-    """How far the texts equal those of plain decoding."""
-
-    dtype: Name
-    compared_tokens: Count
-    divergences: Count
-    max_logit_gap: NotNegative | None
 
 
 class ReplayRates(Strict):
@@ -128,8 +120,9 @@ class Summary(Strict):
     """summary.json of the evaluate stage."""
 
     device: dict[str, Any] | Name
+    dtype: Name
     settings: dict[str, Any]
-    identity: Identity
+    temperatures: Annotated[list[NotNegative], Field(min_length=1)]
     replay: ReplayRates | None = None
     calibration: list[CalibrationBin] | None = None
     started: Name

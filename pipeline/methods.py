@@ -1,4 +1,4 @@
-"""The methods that an evaluation compares, each as a function of the prompt's tokens.
+"""The methods that an evaluation compares, each as a function of the prompt's tokens and the sampling settings.
 
 ``plain``; ``ngram`` and ``strong`` (the light and the dearest drafter alone: same engine, same KV reuse, same
 hardware-aware verified size at their own rate, the strong one at its best depth); ``fixed`` (the schedule that was best
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from treegraft.decoder import Decoder
     from treegraft.metrics import DecodingMetrics
     from treegraft.pair import PairModels
+    from treegraft.sampling import SamplingSettings
     from treegraft.scheduling.checkpoint import SchedulerConfig
     from treegraft.scheduling.network import MarginNetwork
     from treegraft.values.tables import OutcomeTables
 
-Method = Callable[["np.ndarray"], dict[str, Any]]
-"""Prompt tokens -> a row of runs.jsonl without its ids, with the emitted tokens under ``token_ids``."""
+Method = Callable[["np.ndarray", "SamplingSettings"], dict[str, Any]]
+"""Prompt tokens and how to sample -> a row of runs.jsonl without its ids; the emitted tokens are ``token_ids``."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def prepare(config: "PairConfig") -> Bench:
 
 
 def make_methods(bench: Bench, strong: "StrongDepth") -> dict[str, Method]:
-    """Every method as a function of the prompt's tokens; the strong drafter alone as it was tuned."""
+    """This project's methods; the strong drafter alone as it was tuned."""
     from treegraft.api import learned_scheduler
     from treegraft.scheduling.policy import FixedSchedule, never
     from treegraft.values.replay import joint_rate, replay_fixed
@@ -96,13 +97,17 @@ def make_methods(bench: Bench, strong: "StrongDepth") -> dict[str, Method]:
         "fixed": _decoder(bench, everyone, FixedSchedule(scheduler.best_fixed), rate(scheduler.best_fixed)),
         "treegraft": _decoder(bench, everyone, learned, scheduler.rate_tokens_per_ms),
     }
-    methods: dict[str, Method] = {name: timed(config, decoder) for name, decoder in decoders.items()}
-    if config.evaluate.hf_baselines:
-        from pipeline.hf_methods import hf_methods
+    return {name: timed(config, decoder) for name, decoder in decoders.items()}
 
-        own = hf_methods(bench.models, config.evaluate.max_new_tokens, config.evaluate.temperature)
-        methods |= {name: method for name, method in own.items() if name != "hf_generate"}
-    return methods
+
+def ecosystem_methods(bench: Bench) -> dict[str, Method]:
+    """transformers' own methods, where the parameters ask for them."""
+    if not bench.config.evaluate.hf_baselines:
+        return {}
+    from pipeline.hf_methods import hf_methods
+
+    methods = hf_methods(bench.models, bench.config.evaluate.max_new_tokens)
+    return {name: method for name, method in methods.items() if name != "hf_generate"}
 
 
 def _decoder(bench: Bench, members: list[int], policy: Any, rate: float, depth: int | None = None) -> "Decoder":
@@ -113,11 +118,9 @@ def _decoder(bench: Bench, members: list[int], policy: Any, rate: float, depth: 
 
 
 def timed(config: "PairConfig", decoder: "Decoder") -> Method:
-    """A decoder as a method of this evaluation's length and temperature."""
-    from treegraft.sampling import SamplingSettings, prompt_seed
+    """A decoder as a method of this evaluation's length."""
 
-    def method(tokens: "np.ndarray") -> dict[str, Any]:
-        sampling = SamplingSettings(config.evaluate.temperature, seed=prompt_seed(config.seed, tokens))
+    def method(tokens: "np.ndarray", sampling: "SamplingSettings") -> dict[str, Any]:
         result = decoder.generate(tokens.tolist(), config.evaluate.max_new_tokens, sampling)
         return _row(result.metrics, decoder) | {
             "finish": result.finish,

@@ -185,10 +185,18 @@ class EvaluateParams(Section):
     """The measured comparison on the label section's test prompts."""
 
     max_new_tokens: Positive
-    temperature: Temperature
+    temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)]
+    """The report's headline is about the first."""
     repeats: Positive
     bootstrap: Positive
     hf_baselines: bool
+
+    @field_validator("temperatures")
+    @classmethod
+    def _distinct(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError("names a temperature twice")
+        return values
 
 
 class PromptSource(Section):

@@ -21,6 +21,7 @@ class Paths:
         data/evaluation/<slug>/              measured runs
         reports/<slug>/                      report.{json,md,html}, metrics.json, traces.json, distill.json, plots/,
                                              tune.{json,html}
+        reports/index.html                   the reports of all pairs
         .treegraft/<slug>/<stage>/           half-done work that a killed stage resumes from
     """
 

@@ -9,6 +9,8 @@ reports/<pair>/::
     metrics.json   a few numbers for `dvc metrics show`
     plots/         speedup.tsv and acceptance.tsv for `dvc plots`
 
+and reports/index.html, which lists the reports of all pairs.
+
 Numbers are made in `pipeline.aggregate`, pages in `pipeline.report_html`; this module only reads and writes.
 """
 
@@ -36,6 +38,7 @@ def run(config: "PairConfig") -> None:
     from pipeline.measurements import parse_run, parse_summary
     from pipeline.recorded_steps import parse_prompt
     from pipeline.report_html import render_html, render_markdown
+    from pipeline.report_index import write_index
 
     again = f"run `pipeline evaluate {config.slug}` again"
     folder = config.paths.evaluation
@@ -54,9 +57,12 @@ def run(config: "PairConfig") -> None:
         write_text(out / "plots" / f"{name}.tsv", tsv(rows, PLOT_COLUMNS[name]))
     write_json(out / "metrics.json", metrics(report))
     write_json(out / "report.json", report)  # last: where it is, the others are
+    index = write_index(out.parent)
     print(report["headline"]["text"])
     print(report["headline"]["over_best_single"]["text"])
-    print(f"Report: {out / 'report.html'}")
+    for warning in report["warnings"]:
+        print(f"Warning: {warning}")
+    print(f"Report: {out / 'report.html'}; all pairs: {index}")
 
 
 def read_rows(path: Path, parse: Callable[[str, str], Row], again: str) -> list[Row]:

@@ -5,7 +5,7 @@ in `pipeline.svg`. The page loads nothing: style and charts are inline, its icon
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,13 @@ def render_html(report: Mapping[str, Any]) -> str:
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The same tables without charts, for a terminal or a code host."""
     return _environment(autoescape=False).get_template("report.md.j2").render(**_view(report)).lstrip()
+
+
+def render_index(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The page that lists the reports of all pairs; entries: see ``pipeline.report_index``."""
+    environment = _environment(autoescape=True)
+    environment.globals["style"] = _markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template("index.html.j2").render(entries=entries, verdicts=VERDICTS).lstrip()
 
 
 def _markup(text: str) -> str:
@@ -137,6 +144,7 @@ def _view(report: Mapping[str, Any]) -> dict[str, Any]:
         "drafting": DRAFTING_METHODS,
         "benches": sorted(report["benchmarks"]),
         "groups": _groups(report),
+        "others": [(measured, _groups(measured)) for measured in report["other_temperatures"]],
         "verdicts": VERDICTS,
         "part_names": PART_NAMES,
         "patterns": _markup(svg.pattern_definitions(_PREFIX, _PATTERNS)),

@@ -3,14 +3,15 @@
 import json
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from pipeline.measurements import Count, Finite, Identity, Name, NotNegative, Positive, Strict, TimeSplit
+from pipeline.measurements import Count, Finite, Name, NotNegative, Positive, Strict, TimeSplit
 from pipeline.recorded_steps import RecordedPrompt
 
-SCHEMA = "treegraft-report/1"
+Schema = Literal["treegraft-report/2"]
+SCHEMA: Schema = "treegraft-report/2"
 
 
 class _Interval(Strict):
@@ -25,6 +26,10 @@ class _Ratio(Strict):
     high: Finite | None
 
 
+class _OverBestBench(_Ratio):
+    best: Literal["ngram", "strong"]
+
+
 class _Method(Strict):
     """What any method has; what only this project's engine counts may be null."""
 
@@ -37,6 +42,7 @@ class _Method(Strict):
     strong_calls_per_step: NotNegative | None
     acceptance_by_depth: list[NotNegative] | None
     time_split_ms: TimeSplit | None
+    divergences: Count | None
 
 
 class _Plain(_Method):
@@ -65,39 +71,106 @@ class _OverBest(Strict):
     max: Finite
     min: Finite
     # The benchmarks are the extra keys; pydantic checks each of them against this annotation.
-    __pydantic_extra__: dict[str, _Ratio]
+    __pydantic_extra__: dict[str, _OverBestBench]
 
 
-class _Oracle(Strict):
+class _Headroom(Strict):
     over_best_single: Finite | None
     captured: Finite | None
+
+
+class _Oracle(_Headroom):
+    benches: dict[str, _Headroom]
+
+
+class _Prediction(Strict):
+    bench: Name
+    method: Name
+    predicted_speedup: Finite | None
+    measured_speedup: Finite
 
 
 class _Replay(Strict):
     predicted_speedup: Finite | None
     measured_speedup: Finite
+    cells: list[_Prediction]
+    speedup: dict[str, Finite | None]
 
 
-class _Report(Strict):
-    schema_: Name = Field(alias="schema")
-    pair: Name
-    device: dict[str, Any] | Name
-    settings: dict[str, Any]
-    created: Name
+class _Identity(Strict):
+    dtype: Name
+    compared_tokens: Count
+    divergences: Count
+    max_logit_gap: NotNegative | None
+
+
+class _Said(_Ratio):
+    text: Name
+    verdict: Name
+
+
+class _Headline(_Said):
+    over_best_single: _Said
+
+
+class _PromptSums(Strict):
+    """One method's sums, a number a prompt."""
+
+    tokens: list[Count]
+    seconds: list[Positive]
+    steps: list[Count | None]
+
+
+class _ByPrompt(Strict):
+    prompts: Annotated[list[Name], Field(min_length=1)]
+    methods: dict[str, _PromptSums]
+
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        for method, sums in self.methods.items():
+            if {len(sums.tokens), len(sums.seconds), len(sums.steps)} != {len(self.prompts)}:
+                raise ValueError(f"{method} does not have one number for each of {len(self.prompts)} prompts")
+        return self
+
+
+class _Measured(Strict):
+    """What was measured at one temperature."""
+
+    temperature: NotNegative
+    headline: _Headline
     benchmarks: Annotated[dict[str, _Bench], Field(min_length=1)]
+    overall: _Bench
     over_best_single: _OverBest
-    oracle: _Oracle
-    replay: _Replay
-    identity: Identity
-    steps: list[RecordedPrompt]
-    """Single steps of TreeGraft's decoding, drawn in report.html; empty where none was recorded."""
+    identity: _Identity
+    by_prompt: dict[str, _ByPrompt]
 
     @model_validator(mode="after")
     def _same_benchmarks(self) -> Self:
-        differing = set(self.benchmarks) ^ set(self.over_best_single.__pydantic_extra__)
-        if differing:
-            raise ValueError(f"only one of benchmarks and over_best_single has {', '.join(sorted(differing))}")
+        for name, found in (
+            ("over_best_single", self.over_best_single.__pydantic_extra__),
+            ("by_prompt", self.by_prompt),
+        ):
+            if differing := set(self.benchmarks) ^ set(found):
+                raise ValueError(f"only one of benchmarks and {name} has {', '.join(sorted(differing))}")
         return self
+
+
+class _Report(_Measured):
+    """The keys of the first temperature stand at the top, those of the others in other_temperatures."""
+
+    schema_: Schema = Field(alias="schema")
+    pair: Name
+    device: dict[str, Any] | Name
+    hardware: dict[str, Any]
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    created: Name
+    warnings: list[Name]
+    other_temperatures: list[_Measured]
+    oracle: _Oracle
+    replay: _Replay
+    steps: list[RecordedPrompt]
+    """Single steps of TreeGraft's decoding, drawn in report.html; empty where none was recorded."""
 
 
 def check_report(report: dict[str, Any]) -> None:

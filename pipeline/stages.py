@@ -121,6 +121,7 @@ STAGES: dict[str, Stage] = {
                 "reports/<pair>/report.html",
                 "reports/<pair>/metrics.json",
                 "reports/<pair>/plots/",
+                "reports/index.html",
             ),
             ("models", "seed", "evaluate"),
         ),

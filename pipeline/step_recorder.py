@@ -178,7 +178,7 @@ def record_steps(bench: "Bench", prompts: list[Prompt], runs: list[dict[str, Any
     for prompt in progress(choose_prompts(prompts, runs), desc="evaluate, single steps", unit="prompt"):
         if prompt.id not in done:
             tokens = encode_turns(bench.models.target, prompt.turns[:1], [])
-            sampling = SamplingSettings(config.evaluate.temperature, seed=prompt_seed(config.seed, tokens))
+            sampling = SamplingSettings(config.evaluate.temperatures[0], seed=prompt_seed(config.seed, tokens))
             steps = observe(decoder, watched, tokens.tolist(), length, sampling)
             texts = TokenTexts(bench.models.target.tokenizer)
             row = {

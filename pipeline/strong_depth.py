@@ -25,9 +25,10 @@ class StrongDepth:
     tokens_per_ms: float
 
 
-def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", guess: float) -> StrongDepth:
+def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", temperature: float, guess: float) -> StrongDepth:
     """Measure every depth on ``prompts`` (token ids, int64 [n] each); guess: tokens per ms to begin with."""
     from treegraft.api import make_decoder
+    from treegraft.sampling import SamplingSettings
     from treegraft.scheduling.policy import never
 
     last = len(bench.config.drafters) - 1
@@ -38,8 +39,9 @@ def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", guess: float)
         for _ in range(2):
             decoder = make_decoder(bench.models, bench.scheduler, never(), rate, [last], depth=depth)
             tokens, started = 0, perf_counter()
-            for prompt in prompts:
-                tokens += decoder.generate(prompt.tolist(), length).metrics.tokens
+            for seed, prompt in enumerate(prompts):
+                sampling = SamplingSettings(temperature=temperature, seed=seed)
+                tokens += decoder.generate(prompt.tolist(), length, sampling).metrics.tokens
             rate = tokens / ((perf_counter() - started) * 1000)
         tried.append(StrongDepth(depth, rate))
     return max(tried, key=lambda one: one.tokens_per_ms)

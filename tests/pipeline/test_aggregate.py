@@ -8,16 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.aggregate import (
-    Sums,
-    build_report,
-    compare,
-    draw_prompts,
-    drawn_ratios,
-    headroom,
-    percentile_interval,
-    verdict,
-)
+from pipeline.aggregate import build_report, headroom
+from pipeline.bootstrap import Sums, draw_prompts, drawn_ratios, percentile_interval
+from pipeline.headline import speed_phrase, verdict
 from pipeline.measurements import DRAFTING_METHODS, METHODS, OWN_METHODS, parse_run, parse_summary
 from pipeline.report_schema import check_report
 from treegraft.errors import UserError
@@ -42,6 +35,7 @@ def make_row(prompt: str, method: str, *, turn: int = 0, repeat: int = 0, **chan
         "turn": turn,
         "bench": prompt.split("/")[0],
         "method": method,
+        "temperature": 0.0,
         "repeat": repeat,
         "prompt_tokens": 57,
         "tokens": 60,
@@ -119,9 +113,10 @@ def make_summary(benches: tuple[str, ...] = BENCHES, **changes: Any) -> dict[str
         "device": {"name": "CPU", "threads": 2, "memory_gib": 7.7},
         "settings": {
             "decoding": {"depth": 4, "width": 4, "verified_sizes": [0, 1, 2, 4]},
-            "evaluate": {"max_new_tokens": 64, "temperature": 0.0},
+            "evaluate": {"max_new_tokens": 64, "temperatures": [0.0]},
         },
-        "identity": {"dtype": "bfloat16", "compared_tokens": 4600, "divergences": 1, "max_logit_gap": 0.03125},
+        "dtype": "bfloat16",
+        "temperatures": [0.0],
         "replay": {
             "tokens_per_ms": rates,
             "benches": {
@@ -281,7 +276,7 @@ def test_vectorised_bootstrap_equals_a_loop() -> None:
     for counts, ratio in zip(draws, ratios, strict=True):
         drawn = np.repeat(np.arange(7), counts)
         assert len(drawn) == 7
-        rates = [part.tokens[drawn].sum() / part.seconds[drawn].sum() for part in (method, base)]
+        rates = [part.tokens[drawn].sum() / part.taken[drawn].sum() for part in (method, base)]
         assert ratio == pytest.approx(rates[0] / rates[1])
 
 
@@ -291,6 +286,127 @@ def test_resamples_in_which_plain_emits_nothing_are_left_out() -> None:
     ratios = drawn_ratios(method, base, np.array([[2, 0], [1, 1], [0, 2]]))
     assert percentile_interval(ratios)["high"] == pytest.approx(1.975)  # of 2 and 1, linearly
     assert percentile_interval(drawn_ratios(method, base, np.array([[2, 0]]))) == {"low": None, "high": None}
+
+
+# --------------------------------------------------------------------------------------------------------- temperatures
+
+
+def hotter(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same runs at temperature 1."""
+    return [row | {"temperature": 1.0} for row in rows]
+
+
+def report_at(rows: list[dict[str, Any]], temperatures: list[float]) -> dict[str, Any]:
+    runs = [parse_run(json.dumps(row), "line") for row in rows]
+    summary = parse_summary(make_summary(temperatures=temperatures), "summary.json")
+    return build_report("toy", runs, summary, DISTILL, resamples=200)
+
+
+def test_each_temperature_is_as_if_it_were_alone() -> None:
+    greedy, sampled = make_rows(0), hotter(make_rows(1))
+    both = report_at([*sampled, *greedy], [0.0, 1.0])
+    alone = {0.0: report_at(greedy, [0.0]), 1.0: report_at(sampled, [1.0])}
+    (other,) = both["other_temperatures"]
+    for part in (both, other):
+        for key in ("headline", "benchmarks", "overall", "over_best_single", "identity", "by_prompt"):
+            assert part[key] == alone[part["temperature"]][key], key
+    assert (both["temperature"], other["temperature"]) == (0.0, 1.0)
+    assert both["headline"]["text"].startswith("At temperature 0 ")
+    assert other["headline"]["text"].startswith("At temperature 1 ")
+
+
+def test_runs_of_a_temperature_that_is_missing_or_strange_are_refused() -> None:
+    rows = make_rows()
+    with pytest.raises(UserError, match=r"temperature 1\.0, which summary\.json has not"):
+        report_at([*rows, *hotter(rows)], [0.0])
+    with pytest.raises(UserError, match="holds no run"):
+        report_at(rows, [0.0, 1.0])
+
+
+def test_divergences_are_counted_where_texts_should_be_equal() -> None:
+    place = {"token": 3, "logit_gap": 0.25}
+    rows = [
+        row | {"divergence": place if row["method"] in ("fixed", "hf_assisted") else None} for row in make_rows(hf=True)
+    ]
+    fixed = [row for row in rows if row["method"] == "fixed"]
+    for temperature, foreign in ((0.0, len(fixed)), (1.0, None)):
+        own = [row | {"temperature": temperature} for row in rows]
+        identity = report_at(own, [temperature])["identity"]
+        assert identity["divergences"] == identity["by_method"]["fixed"] == len(fixed)
+        assert identity["by_method"]["treegraft"] == 0
+        assert identity["by_method"]["hf_assisted"] == foreign, "transformers draws its own numbers"
+        assert identity["max_logit_gap"] == 0.25
+        drafted = [row["tokens"] for row in rows if row["method"] in DRAFTING_METHODS]
+        assert identity["compared_tokens"] == sum(drafted)
+
+
+# ---------------------------------------------------------------------------------------------- a scheduler for nothing
+
+
+def test_a_useless_scheduler_is_said_to_be_useless_in_the_first_sentence() -> None:
+    """It calls in every layer: the strong drafter's steps at more than the strong drafter's time."""
+    rows = make_rows()
+    strong = {(row["prompt_id"], row["turn"]): row for row in rows if row["method"] == "strong"}
+    rows = [
+        strong[row["prompt_id"], row["turn"]]
+        | {"method": "treegraft", "seconds": 1.01 * strong[row["prompt_id"], row["turn"]]["seconds"]}
+        if row["method"] == "treegraft"
+        else row
+        for row in rows
+    ]
+    report = report_of(rows)
+    for bench in BENCHES:
+        entry = report["over_best_single"][bench]
+        speeds = {method: report["benchmarks"][bench][method]["tokens_per_s"] for method in ("ngram", "strong")}
+        assert entry["ratio"] <= 1 / 1.01 + 1e-12
+        assert entry["best"] == max(speeds, key=speeds.__getitem__)
+    headline = report["headline"]
+    assert headline["over_best_single"]["verdict"] == "slower"
+    assert "slower than the better single drafter alone" in headline["text"]
+    assert "is slower than the better single drafter" in headline["over_best_single"]["text"]
+    assert "slower than the better" not in report_of(equal_rows())["headline"]["text"]
+
+
+def test_a_random_scheduler_is_never_called_faster() -> None:
+    """It plays one of the two single drafters by lot, turn by turn, and pays for deciding."""
+    for seed in range(5):
+        random, rows = np.random.default_rng(seed), make_rows(seed)
+        runs = {(row["prompt_id"], row["turn"], row["method"]): row for row in rows}
+        lots = [
+            runs[row["prompt_id"], row["turn"], str(random.choice(["ngram", "strong"]))] | {"method": "treegraft"}
+            for row in rows
+            if row["method"] == "treegraft"
+        ]
+        lots = [row | {"seconds": 1.1 * row["seconds"]} for row in lots]
+        headline = report_of([*(row for row in rows if row["method"] != "treegraft"), *lots])["headline"]
+        assert headline["over_best_single"]["ratio"] < 1
+        assert headline["over_best_single"]["verdict"] != "faster"
+
+
+# ----------------------------------------------------------------------------------------------------------- provenance
+
+
+def test_code_that_changed_while_evaluate_ran_is_a_warning() -> None:
+    assert report_of(make_rows())["warnings"] == []
+    summary = make_summary()
+    summary["provenance"] |= {"code_changed": ["pipeline/methods.py"]}
+    runs = [parse_run(json.dumps(row), "line") for row in make_rows()]
+    report = build_report("toy", runs, parse_summary(summary, "summary.json"), DISTILL, resamples=50)
+    (warning,) = report["warnings"]
+    assert "pipeline/methods.py" in warning
+    assert "run `pipeline evaluate toy` again" in warning
+
+
+def test_sums_of_prompts_add_up_to_the_figures() -> None:
+    report = report_of(make_rows(hf=True))
+    for bench in BENCHES:
+        by_prompt = report["by_prompt"][bench]
+        assert set(by_prompt["prompts"]) == {f"{bench}/{number}" for number in range(6)}
+        for method in METHODS:
+            cell, sums = report["benchmarks"][bench][method], by_prompt["methods"][method]
+            assert sum(sums["tokens"]) == cell["tokens"]
+            assert sum(sums["seconds"]) == pytest.approx(cell["seconds"])
+            assert (None if None in sums["steps"] else sum(sums["steps"])) == cell["steps"]
 
 
 # ------------------------------------------------------------------------------------------------------- what is summed
@@ -356,7 +472,7 @@ def test_headroom() -> None:
     ],
 )
 def test_verdicts_are_said_plainly(ratio: float, low: float | None, high: float | None, says: str, is_: str) -> None:
-    assert says in compare(ratio, low, high, "plain")
+    assert says in speed_phrase(ratio, low, high, "plain")
     assert verdict(low, high) == is_
 
 
@@ -408,8 +524,8 @@ def test_incomparable_runs_are_refused() -> None:
 
 def test_malformed_summary_is_refused() -> None:
     summary = make_summary()
-    del summary["identity"]["max_logit_gap"]
-    with pytest.raises(UserError, match=r"identity\.max_logit_gap"):
+    del summary["temperatures"]
+    with pytest.raises(UserError, match="temperatures: Field required"):
         parse_summary(summary, "summary.json")
 
 

@@ -2,17 +2,22 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.cli import main
+from pipeline.measurements import OWN_METHODS
 from pipeline.stages import STAGES
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
+from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
+from treegraft.scheduling.network import MarginNetwork
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -55,6 +60,92 @@ def test_every_stage_leaves_its_results(finished: Path) -> None:
     assert page.count('<svg class="tree" ') == page.count("<details") == len(steps) > 0
     assert {layer["action"] for step in steps for layer in step["layers"]} <= {0, 1}
     assert not list((finished / ".treegraft").rglob("answers"))
+
+
+def test_the_report_says_where_its_figures_come_from(finished: Path) -> None:
+    from pipeline.files import file_digest
+
+    report = json.loads((finished / f"reports/{SLUG}/report.json").read_text())
+    provenance = report["provenance"]
+    assert report["warnings"] == provenance["code_changed"] == []
+    for name, path in (
+        ("traces", f"data/traces/{SLUG}/manifest.json"),
+        ("profile", f"data/profiles/{SLUG}.json"),
+        ("scheduler", f"models/schedulers/{SLUG}/config.json"),
+    ):
+        assert provenance["inputs"][name] == file_digest(finished / path)
+    assert all(len(provenance[name]) == 64 for name in ("code_digest", "params_digest"))
+    assert provenance["started"] <= provenance["ended"] == report["created"]
+    assert report["hardware"]["threads"] == 1
+    page = (finished / "reports/index.html").read_text()
+    assert f'href="{SLUG}/report.html"' in page
+    assert report["headline"]["text"] in page
+
+
+@pytest.fixture
+def copy_of(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the finished pair to change at will, as working directory."""
+    root = Path(shutil.copytree(finished, tmp_path / "pair"))
+    monkeypatch.chdir(root)
+    return root
+
+
+def test_every_temperature_is_lossless_with_seeds_that_methods_share(copy_of: Path) -> None:
+    settings = ["--set", "evaluate.temperatures=[0.0, 1.0]", "--set", "evaluate.repeats=2"]
+    assert stage("evaluate", *settings) == 0
+    assert stage("report", *settings) == 0
+    lines = (copy_of / f"data/evaluation/{SLUG}/runs.jsonl").read_text().splitlines()
+    texts: dict[tuple[float, int, str, int], dict[str, tuple[int, list[int]]]] = {}
+    for row in map(json.loads, lines):
+        place = (row["temperature"], row["repeat"], row["prompt_id"], row["turn"])
+        texts.setdefault(place, {})[row["method"]] = (row["seed"], row["token_ids"])
+    for place, by_method in texts.items():
+        assert len({by_method[method][0] for method in by_method}) == 1, place
+        assert {tuple(by_method[method][1]) for method in OWN_METHODS} == {tuple(by_method["plain"][1])}, place
+    for temperature in (0.0, 1.0):
+        pairs = [
+            (by_method["plain"][1], texts[temperature, 1, *place[2:]]["plain"][1])
+            for place, by_method in texts.items()
+            if place[:2] == (temperature, 0)
+        ]
+        assert len(pairs) > 3
+        assert any(first != second for first, second in pairs) == (temperature > 0), "repeats draw other numbers"
+    report = json.loads((copy_of / f"reports/{SLUG}/report.json").read_text())
+    (sampled,) = report["other_temperatures"]
+    for part, temperature in ((report, 0), (sampled, 1)):
+        assert part["headline"]["text"].startswith(f"At temperature {temperature} ")
+        assert part["identity"]["divergences"] == 0
+        assert part["identity"]["compared_tokens"] == sum(
+            len(by_method[method][1])
+            for place, by_method in texts.items()
+            if place[0] == temperature
+            for method in OWN_METHODS[1:]
+        )
+    assert sampled["identity"]["by_method"]["hf_assisted"] is None
+    assert sampled["headline"]["text"] in (copy_of / f"reports/{SLUG}/report.html").read_text()
+
+
+def test_a_scheduler_that_always_calls_is_reported_as_a_loss(copy_of: Path) -> None:
+    """On a clock that charges a call five forwards of the target, more than it can gain."""
+    folder = copy_of / f"models/schedulers/{SLUG}"
+    network, config = load_scheduler(folder)
+    weights = [np.zeros_like(weight) for weight in network.weights]
+    biases = [np.zeros_like(bias) for bias in network.biases[:-1]] + [np.ones_like(network.biases[-1])]
+    save_scheduler(folder, MarginNetwork(weights, biases, network.means, network.scales), config)
+    assert stage("evaluate", "--set", "evaluate.hf_baselines=false") == 0
+    runs = copy_of / f"data/evaluation/{SLUG}/runs.jsonl"
+    rows = [json.loads(line) for line in runs.read_text().splitlines()]
+    ours = [row for row in rows if row["method"] == "treegraft"]
+    assert sum(row["strong_calls"] for row in ours) > 2 * sum(row["steps"] for row in ours)
+    assert all(row["calls"][0] == 0 for row in ours), "it never skips"
+    for row in rows:
+        row["seconds"] = 0.01 * row["steps"] + 0.05 * row["strong_calls"]
+    runs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert stage("report") == 0
+    headline = json.loads((copy_of / f"reports/{SLUG}/report.json").read_text())["headline"]
+    assert headline["over_best_single"]["ratio"] < 1
+    assert headline["over_best_single"]["verdict"] == "slower"
+    assert "slower than the better single drafter" in headline["text"]
 
 
 def test_traces_load_with_datasets_and_pandas(finished: Path) -> None:
@@ -104,7 +195,7 @@ def test_same_inputs_give_the_same_bytes(finished: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("name", "after"), [("label", 2), ("label", 20), ("distill", 1), ("evaluate", 1), ("evaluate", 7)]
+    ("name", "after"), [("label", 2), ("label", 20), ("distill", 1), ("evaluate", 3), ("evaluate", 8)]
 )
 def test_a_killed_stage_goes_on_where_it_was(
     finished: Path, monkeypatch: pytest.MonkeyPatch, name: str, after: int

@@ -68,7 +68,7 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
         "tune": {"trials": 3, "workers": 1},
         "evaluate": {
             "max_new_tokens": 12,
-            "temperature": 0.0,
+            "temperatures": [0.0],
             "repeats": 1,
             "bootstrap": 50,
             "hf_baselines": True,

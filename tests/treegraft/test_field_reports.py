@@ -149,14 +149,15 @@ def test_bf16_divergences_are_counted_with_their_logit_gap(tmp_path: Path) -> No
     assert parted <= len(starts) / 2
 
     def method(tokens: list[int]) -> Any:
-        return lambda prompt: {"tokens": len(tokens), "token_ids": tokens, "text": ""}
+        return lambda prompt, sampling: {"tokens": len(tokens), "token_ids": tokens, "text": ""}
 
     texts = {"plain": FULL, "same": FULL, "other": [*FULL[:6], (FULL[6] + 1) % VOCAB], "short": FULL[:9]}
     bench: Any = SimpleNamespace(
         config=SimpleNamespace(evaluate=SimpleNamespace(repeats=1), seed=0), models=SimpleNamespace(target=TARGET)
     )
     prompt = Prompt("p", "kind", ("w2 w9 w4",))
-    found = measure(bench, {name: method(tokens) for name, tokens in texts.items()}, [prompt], tmp_path / "turns.jsonl")
+    methods = {name: method(tokens) for name, tokens in texts.items()}
+    found = measure(bench, methods, [prompt], 0.0, tmp_path / "turns.jsonl")
     rows = {row["method"]: row["divergence"] for row in found}
     chat = TARGET.tokenizer.apply_chat_template([{"role": "user", "content": "w2 w9 w4"}], return_dict=False)
     logits = decode_plainly(TARGET, [*chat, *FULL[:6]], 1).logits[0]
@@ -542,7 +543,7 @@ def test_all_methods_count_tokens_alike(tmp_path: Path) -> None:
         load_model(save_tiny(tmp_path / name, VOCAB, layers, seed=1), name, torch.device("cpu"), torch.float32)
         for name, layers in (("target", 2), ("near", 1))
     )
-    config: Any = SimpleNamespace(evaluate=SimpleNamespace(temperature=0.0, max_new_tokens=12), seed=0)
+    config: Any = SimpleNamespace(evaluate=SimpleNamespace(max_new_tokens=12))
     prompt = np.array([3, 7, 3, 7, 5])
     full = plain(target, prompt.tolist(), 12, eos=False)
     finishes = set()
@@ -561,7 +562,7 @@ def test_all_methods_count_tokens_alike(tmp_path: Path) -> None:
         expected = decode_plainly(target, prompt.tolist(), 12)
         finishes.add(expected.finish)
         for name, method in methods.items():
-            row = method(prompt)
+            row = method(prompt, SamplingSettings())
             assert row["token_ids"] == expected.tokens, name
             assert row["tokens"] == len(expected.tokens), name
             assert row["prompt_tokens"] == len(prompt), name

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+import numpy as np
+
 from treegraft.errors import UserError
 from treegraft.scheduling.features import SchedulingState, features
 from treegraft.scheduling.network import MarginNetwork

@@ -1,0 +1,58 @@
+"""What a report says first: sentences about ratios of speed, with their intervals and what these show."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def headline(
+    temperature: float, speedup: Mapping[str, Any], mean: Mapping[str, Any], by_bench: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report's headline: TreeGraft over plain decoding, and over the better single drafter.
+
+    speedup: {mean, low, high} over plain decoding, all prompts. mean: {ratio, low, high} over the better single
+    drafter, averaged over benchmarks; by_bench: the same of each benchmark.
+    """
+    over_plain = verdict(speedup["low"], speedup["high"])
+    over_best = verdict(mean["low"], mean["high"])
+    text = (
+        f"At temperature {temperature:g} TreeGraft "
+        f"{speed_phrase(speedup['mean'], speedup['low'], speedup['high'], 'plain decoding')}"
+    )
+    if over_best == "slower":
+        # Whoever reads one sentence only must not miss that the scheduler is not worth having.
+        text += f" {'and' if speedup['mean'] < 1 else 'but'} slower than the better single drafter alone"
+    compared = speed_phrase(mean["ratio"], mean["low"], mean["high"], "the better single drafter")
+    if len(by_bench) == 1:
+        best = f"It {compared}."
+    else:
+        best = f"On average over benchmarks it {compared}"
+        least, most = (choose(by_bench, key=lambda bench: by_bench[bench]["ratio"]) for choose in (min, max))
+        best += f"; from {by_bench[least]['ratio']:.2f} ({least}) to {by_bench[most]['ratio']:.2f} ({most})."
+    if over_best == "undecided":
+        best += " That interval includes 1: these prompts do not show a difference."
+    return {
+        "text": f"{text}.",
+        "ratio": speedup["mean"],
+        "low": speedup["low"],
+        "high": speedup["high"],
+        "verdict": over_plain,
+        "over_best_single": {"text": best, **mean, "verdict": over_best},
+    }
+
+
+def verdict(low: float | None, high: float | None) -> str:
+    """What an interval of a speed ratio shows: faster, slower, undecided (it includes 1) or unknown (no interval)."""
+    if low is None or high is None:
+        return "unknown"
+    return "faster" if low > 1 else "slower" if high < 1 else "undecided"
+
+
+def speed_phrase(ratio: float, low: float | None, high: float | None, other: str) -> str:
+    """A speed ratio as the end of a sentence that begins with who is compared."""
+    interval = "no interval from so few prompts" if low is None else f"95% interval {low:.2f} to {high:.2f}"
+    times = f"{ratio:.2f}"
+    if times == "1.00":
+        return f"is as fast as {other} (1.00 times its speed, {interval})"
+    if ratio < 1:
+        return f"is slower than {other}: {times} times its speed ({interval})"
+    return f"is {times} times as fast as {other} ({interval})"
