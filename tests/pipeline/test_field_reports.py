@@ -203,7 +203,9 @@ def test_evaluate_killed_again_and_again_measures_every_cell_once(tmp_path: Path
         config=SimpleNamespace(evaluate=SimpleNamespace(repeats=2), seed=0), models=SimpleNamespace(target=target)
     )
     encoded = pytest.MonkeyPatch()
-    encoded.setattr("treegraft.pair.encode_turns", lambda target, turns, answers: np.array([1, 2, len(answers)]))
+    encoded.setattr(
+        "treegraft.pair.encode_turns", lambda target, turns, answers: np.array([int(turns[0]), len(answers)])
+    )
     calls = 0
 
     def method(name: str) -> Callable[..., dict[str, Any]]:
@@ -216,7 +218,7 @@ def test_evaluate_killed_again_and_again_measures_every_cell_once(tmp_path: Path
 
         return run
 
-    prompts = [Prompt(f"k/{number}", "k", ("a",) * (1 + number % 2)) for number in range(6)]
+    prompts = [Prompt(f"k/{number}", "k", (str(number),) * (1 + number % 2)) for number in range(6)]
     names, turns, rows = ("plain", "ngram", "treegraft"), tmp_path / "turns.jsonl", None
     kills = 0
     while rows is None:
@@ -286,7 +288,7 @@ def test_every_safetensors_file_has_one_metadata_key_at_most() -> None:
                     writers.append(path.name)
                     metadata = next((word.value for word in node.keywords if word.arg == "metadata"), None)
                     assert metadata is None or (isinstance(metadata, ast.Dict) and len(metadata.keys) <= 1), path
-    assert {"checkpoint.py", "distill.py", "pruned_student.py", "self_instruct.py"} <= set(writers)
+    assert {"checkpoint.py", "students.py", "pruned_student.py", "self_instruct.py"} <= set(writers)
 
 
 def called(node: ast.Call) -> str:

@@ -29,7 +29,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_pair(
         tmp_path_factory.mktemp("pair"),
         label={"temperature": TEMPERATURE},
-        evaluate={"temperature": TEMPERATURE, "hf_baselines": False},
+        evaluate={"temperatures": [TEMPERATURE], "hf_baselines": False},
     )
     before = Path.cwd()
     os.chdir(root)
@@ -70,6 +70,7 @@ def test_every_stage_leaves_its_results(
     assert scheduler["provenance"]["data"]["temperature"] == TEMPERATURE
     report = json.loads(Path(f"reports/{SLUG}/report.json").read_text())
     assert report["identity"]["divergences"] == 0, "the same seed gives the same text, whoever drafts"
+    assert report["replay"]["predicted_speedup"] > 0, "labelled and measured at one temperature"
 
 
 def answered(job: LabelJob) -> list[Turn]:
