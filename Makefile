@@ -26,8 +26,9 @@ repro: $(VENV)/installed
 	@git rev-parse --git-dir >/dev/null 2>&1 || dvc config --quiet --local core.no_scm true
 	dvc repro
 
+# One worker a core, and a file's tests in one worker, because they share what is dear to make.
 test: lint
-	python -m pytest
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses auto --dist loadfile
 
 lint: $(VENV)/installed-dev
 	ruff check

@@ -339,8 +339,8 @@ def test_groups_of_features_that_are_left_out_are_in_neither_student_nor_checkpo
         full = tables.features[7, state]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("treegraft.scheduling.policy.features", lambda _, full=full: full)
-            chosen = scheduler.choose(None)  # type: ignore[arg-type]
-        assert chosen == int(network.margins(seen.features[7, state])[0] > 0)
+            margins = scheduler.margins(None)  # type: ignore[arg-type]
+        assert margins == network.margins(seen.features[7, state]).tolist()
 
 
 def test_the_exponent_of_visits_weighs_rows(config: PairConfig, monkeypatch: pytest.MonkeyPatch) -> None:
