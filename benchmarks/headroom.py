@@ -33,7 +33,7 @@ def main() -> None:
     for table in tables.values():
         for kind in dict.fromkeys(table.kinds):
             by_kind.setdefault(kind, []).append(table.select(np.flatnonzero(np.array(table.kinds) == kind)))
-    strong = [(drafters - 1,) * layers for layers in range(1, depth + 1)]
+    strong = [(drafters - 1,) * layers + (0,) * (depth - layers) for layers in range(1, depth + 1)]
     print(f"Best fixed schedule of the training prompts: {list(schedule)} (drafter by layer).\n")
     print(
         "| kind | turns | plain, tokens/s | n-grams | strong | best fixed | by kind | oracle | oracle / better single |"
@@ -54,14 +54,12 @@ def _speeds(parts: "list[OutcomeTables]", strong: list[tuple[int, ...]], schedul
     def rate(results: "list[ReplayResult]") -> float:
         return float(sum(r.tokens.sum() for r in results) / sum(r.ms.sum() for r in results))
 
-    def fixed(plan: tuple[int, ...]) -> float:
-        return rate([replay_fixed(part, plan) for part in parts])
-
     base = rate([plain(part) for part in parts])
     every = [tuple(plan) for plan in schedules(parts[0].depth, parts[0].drafters).tolist()]
-    light, dear = fixed(()), max(fixed(plan) for plan in strong)
+    fixed = {plan: rate([replay_fixed(part, plan) for part in parts]) for plan in every}
+    light, dear = fixed[(0,) * parts[0].depth], max(fixed[plan] for plan in strong)
     best = rate([oracle(part) for part in parts])
-    found = {"ngram": light, "strong": dear, "fixed": fixed(schedule), "own": max(map(fixed, every)), "oracle": best}
+    found = {"ngram": light, "strong": dear, "fixed": fixed[schedule], "own": max(fixed.values()), "oracle": best}
     return {"plain": 1000 * base} | {name: r / base for name, r in found.items()} | {"head": best / max(light, dear)}
 
 

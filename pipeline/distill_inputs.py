@@ -1,11 +1,10 @@
 """What distill and tune read: the traces of a pair, checked against the settings of now."""
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import read_json
+from pipeline.files import digest, file_digest, read_json
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,7 +96,6 @@ def fits_digest(config: "PairConfig", settings: dict[str, Any]) -> str:
     ``settings``: those of section distill that count.
     """
     import treegraft.values.replay
-    from pipeline.files import file_digest, json_text
 
     here, values = Path(__file__).parent, Path(treegraft.values.replay.__file__).parent
     own = [here / f"{name}.py" for name in ("distill_inputs", "labelled", "student", "students")]
@@ -110,7 +108,7 @@ def fits_digest(config: "PairConfig", settings: dict[str, Any]) -> str:
         "seed": config.seed,
         "versions": versions(),
     }
-    return hashlib.sha256(json_text(parts).encode()).hexdigest()
+    return digest(parts)
 
 
 def versions() -> dict[str, str]:

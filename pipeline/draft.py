@@ -37,9 +37,9 @@ def rebuild(config: PairConfig) -> None:
     if len(drafters) != 1 or drafters[0].distilled is None:
         raise UserError(f"The pair {config.slug} has {len(drafters)} distilled drafters; --rebuild needs exactly one.")
     _require_target(config)
-    splits = split_prompts(load_prompts(config.prompts.sources))
+    others = load_prompts(config.prompts.sources)
     taught = load_prompts([drafters[0].distilled.parent / TAUGHT])
-    _refuse_shared(taught, [prompt for of_split in splits.values() for prompt in of_split])
+    _refuse_shared(taught, others)
     agreement = train_drafter(
         target_folder=locate(config.paths.target),
         prompts=[prompt.turns[0] for prompt in taught],
@@ -47,7 +47,7 @@ def rebuild(config: PairConfig) -> None:
         work=config.paths.scratch("draft"),
         out=drafters[0].distilled,
         progress=Steps(),
-        held_out=[(prompt.kind, prompt.turns[0]) for prompt in take(splits["test"], HELD_OUT_PER_KIND)],
+        held_out=[(prompt.kind, prompt.turns[0]) for prompt in take(split_prompts(others)["test"], HELD_OUT_PER_KIND)],
     )
     log("agreement with the target: " + ", ".join(f"{kind} {share:.3f}" for kind, share in agreement.items()))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.files import (
     append_jsonl,
+    digest,
     file_digest,
     read_jsonl,
     replacing_folder,
@@ -27,7 +28,7 @@ from pipeline.measurements import OWN_METHODS
 from pipeline.methods import Bench, Method, ecosystem_methods, make_methods, prepare
 from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
-from pipeline.provenance import code_provenance, digest, input_digests, source_digests
+from pipeline.provenance import code_provenance, input_digests, source_digests
 from pipeline.strong_depth import StrongDepth, tune_strong_depth
 
 TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all

@@ -92,9 +92,14 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def digest(value: Any) -> str:
+    """SHA-256 of ``value`` (anything JSON can hold) as JSON, in hex."""
+    return hashlib.sha256(json_text(value).encode()).hexdigest()
+
+
 def scratch_name(work: Any) -> str:
     """The name of the scratch folder for ``work`` (anything JSON can hold)."""
-    return hashlib.sha256(json_text(work).encode()).hexdigest()[:16]
+    return digest(work)[:16]
 
 
 def scratch_folder(root: Path, work: Any) -> Path:

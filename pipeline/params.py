@@ -148,6 +148,12 @@ class TracesParams(Section):
     policy_iterations: Positive
 
 
+def _distinct(values: tuple[object, ...], info: ValidationInfo) -> tuple[object, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"names a {str(info.field_name).removesuffix('s')} twice")
+    return values
+
+
 class DistillParams(Section):
     """The student network and its training."""
 
@@ -164,12 +170,7 @@ class DistillParams(Section):
     policy_iterations: Positive
     seeds: Annotated[tuple[Count, ...], Field(min_length=1)]
 
-    @field_validator("features", "seeds")
-    @classmethod
-    def _distinct(cls, values: tuple[object, ...], info: ValidationInfo) -> tuple[object, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError(f"names a {str(info.field_name).removesuffix('s')} twice")
-        return values
+    _names_each_once = field_validator("features", "seeds")(_distinct)
 
 
 class TuneParams(Section):
@@ -191,12 +192,7 @@ class EvaluateParams(Section):
     bootstrap: Positive
     hf_baselines: bool
 
-    @field_validator("temperatures")
-    @classmethod
-    def _distinct(cls, values: tuple[float, ...]) -> tuple[float, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError("names a temperature twice")
-        return values
+    _names_each_once = field_validator("temperatures")(_distinct)
 
 
 class PromptSource(Section):

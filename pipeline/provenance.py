@@ -5,14 +5,13 @@ version or, with imports inside functions, both; and dvc records the version tha
 compares the files of its code at its end with those at its start.
 """
 
-import hashlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import file_digest, json_text
+from pipeline.files import digest, file_digest
 
 if TYPE_CHECKING:
     from pipeline.params import PairConfig
@@ -88,11 +87,6 @@ def input_digests(config: "PairConfig", prompts: "Sequence[Prompt]") -> dict[str
         "prompts": digest([[prompt.id, *prompt.turns] for prompt in prompts]),
         **{name: file_digest(path) if path.exists() else None for name, path in files.items()},
     }
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of ``value`` as JSON, in hex."""
-    return hashlib.sha256(json_text(value).encode()).hexdigest()
 
 
 def _file_of(module: object) -> str | None:

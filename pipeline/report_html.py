@@ -38,12 +38,8 @@ VERDICTS = {
 
 def render_html(report: Mapping[str, Any]) -> str:
     """The whole page as text. report: a dictionary that passed `check_report`."""
-    environment = _environment(autoescape=True)
-    # Our own markup; what in it came from outside (names of benchmarks and schedulers) was escaped by pipeline.svg.
-    styles = [(TEMPLATES / name).read_text(encoding="utf-8") for name in ("report.css", "steps.css")]
-    environment.globals["style"] = _markup("\n".join(styles))
     charts = {name: _markup(drawing) for name, drawing in _charts(report).items()}
-    return environment.get_template("report.html.j2").render(**_view(report), **_steps(report), charts=charts).lstrip()
+    return _page("report", ("report.css", "steps.css"), **_view(report), **_steps(report), charts=charts)
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -53,9 +49,20 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 def render_index(entries: Sequence[Mapping[str, Any]]) -> str:
     """The page that lists the reports of all pairs; entries: see ``pipeline.report_index``."""
+    return _page("index", entries=entries, verdicts=VERDICTS)
+
+
+def render_tune(report: Mapping[str, Any], keys: Sequence[str], enough: int, chart: str | None) -> str:
+    """The page of a search; report: tune.json, keys: searched settings, enough: trials that a chart takes."""
+    return _page("tune", report=report, keys=keys, enough=enough, chart=_markup(chart or ""))
+
+
+def _page(name: str, styles: Sequence[str] = ("report.css",), **values: Any) -> str:
+    """A template of page.html.j2's frame as a page with its styles inside."""
     environment = _environment(autoescape=True)
-    environment.globals["style"] = _markup((TEMPLATES / "report.css").read_text(encoding="utf-8"))
-    return environment.get_template("index.html.j2").render(entries=entries, verdicts=VERDICTS).lstrip()
+    # Our own markup; what in it came from outside (names of benchmarks and schedulers) was escaped by pipeline.svg.
+    style = _markup("\n".join((TEMPLATES / style).read_text(encoding="utf-8") for style in styles))
+    return environment.get_template(f"{name}.html.j2").render(style=style, **values).lstrip()
 
 
 def _markup(text: str) -> str:

@@ -1,8 +1,6 @@
 """What a search has found: tune.json, and a page with the same in one table and one chart."""
 
 from collections import Counter
-from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.search_space import KEYS, LABELS
@@ -21,6 +19,7 @@ ENOUGH = 20  # complete trials; with fewer, eight parameters cannot be told apar
 def write_report(config: "PairConfig", study: "Study", present: dict[str, Any]) -> None:
     """Write tune.json and tune.html of the pair."""
     from pipeline.files import write_json, write_text
+    from pipeline.report_html import render_tune
 
     trials = study.get_trials(deepcopy=False)
     shares = importance(study)
@@ -36,7 +35,8 @@ def write_report(config: "PairConfig", study: "Study", present: dict[str, Any]) 
         "trials": [_row(trial) for trial in trials],
     }
     write_json(config.paths.tune_report, report)
-    write_text(config.paths.tune_report.with_suffix(".html"), _page(report))
+    page = render_tune(report, KEYS, ENOUGH, None if shares is None else _chart(shares))
+    write_text(config.paths.tune_report.with_suffix(".html"), page)
 
 
 def importance(study: "Study") -> dict[str, float] | None:
@@ -62,53 +62,17 @@ def _row(trial: "FrozenTrial") -> dict[str, Any]:
     }
 
 
-def _page(report: dict[str, Any]) -> str:
-    """The page: loads nothing, runs nothing."""
+def _chart(shares: dict[str, float]) -> str:
+    """The importance of each parameter as an SVG."""
     from pipeline import svg
 
-    style = Path(__file__).with_name("templates").joinpath("report.css").read_text(encoding="utf-8")
-    best, present, shares = report["best"], report["present"], report["importance"]
-    rows = "".join(
-        f'<tr><th scope="row">{key}</th><td>{escape(str(present[key]))}</td>'
-        f"<td>{escape(str(best['settings'][key]))}</td></tr>\n"
-        for key in KEYS
+    bars = [svg.Bar(LABELS[name], "treegraft", share) for name, share in shares.items()]
+    return svg.bars(
+        "importance",
+        "Importance of each parameter",
+        bars,
+        high=max(shares.values()),
+        reference=1 / len(bars),
+        reference_label="all alike",
+        unit="",
     )
-    counts = ", ".join(f"{number} {state}" for state, number in sorted(report["count"].items()))
-    if shares is None:
-        chart = f'<p class="soft">How much each parameter matters is shown from {ENOUGH} complete trials on.</p>'
-    else:
-        bars = [svg.Bar(LABELS[name], "treegraft", share) for name, share in shares.items()]
-        drawn = svg.bars(
-            "importance",
-            "Importance of each parameter",
-            bars,
-            high=max(shares.values()),
-            reference=1 / len(bars),
-            reference_label="all alike",
-            unit="",
-        )
-        chart = f'<figure class="card wide"><figcaption>Importance (shares of 1)</figcaption>\n{drawn}\n</figure>'
-    title = escape(f"Search for the scheduler of {report['pair']}")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8" />
-<meta name="viewport" content="width=device-width, initial-scale=1" />
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-<p>Trials: {escape(counts)}. Best: number {best["number"]}, {best["value"]:.6g}. Value: {escape(OBJECTIVE)}.</p>
-<div class="scroll"><table>
-<thead><tr><th>distill</th><th>present when this was written</th><th>best</th></tr></thead>
-<tbody>
-{rows}</tbody>
-</table></div>
-{chart}
-</main>
-</body>
-</html>
-"""

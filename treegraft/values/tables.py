@@ -1,6 +1,7 @@
 """All schedules' outcomes of many prompts as arrays: what replay, values and distillation work on."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,17 +66,16 @@ class OutcomeTables:
     def select(self, prompts: NDArray[np.int64]) -> "OutcomeTables":
         """The tables of some prompts (indices, ascending) alone."""
         rows = np.flatnonzero(np.isin(self.prompt_of, prompts))
-        renumbered = np.searchsorted(prompts, self.prompt_of[rows])
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         per_position = {"position", "left", "margins", "visits", *Outcomes.__dataclass_fields__}
-        values |= {name: values[name][rows] for name in per_position}
-        values |= {
-            "prompt_ids": [self.prompt_ids[i] for i in prompts],
-            "kinds": [self.kinds[i] for i in prompts],
-            "prompt_tokens": self.prompt_tokens[prompts],
-            "prompt_of": renumbered,
-        }
-        return OutcomeTables(**values)
+        values: dict[str, Any] = {name: getattr(self, name)[rows] for name in per_position}
+        return replace(
+            self,
+            prompt_ids=[self.prompt_ids[i] for i in prompts],
+            kinds=[self.kinds[i] for i in prompts],
+            prompt_tokens=self.prompt_tokens[prompts],
+            prompt_of=np.searchsorted(prompts, self.prompt_of[rows]),
+            **values,
+        )
 
     def with_features(self, names: list[str]) -> "OutcomeTables":
         """The same tables with only the features ``names``, in that order."""
@@ -86,8 +86,7 @@ class OutcomeTables:
 
     def labelled(self, margins: NDArray[np.float64], visits: NDArray[np.float64]) -> "OutcomeTables":
         """The same tables with labels."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return OutcomeTables(**{**values, "margins": margins.astype(np.float32), "visits": visits.astype(np.float32)})
+        return replace(self, margins=margins.astype(np.float32), visits=visits.astype(np.float32))
 
 
 def build_tables(
