@@ -28,7 +28,7 @@ from pipeline.measurements import LABELS, METHODS
 LEAST_CHANGE = 0.02
 FEWEST_PROMPTS = 6
 RESAMPLES = 2000
-MACHINE = ("device", "name", "cores", "threads", "dtype")
+MACHINE = ("device", "name", "cores", "threads", "dtype", "drafter_dtype")
 ALL = "(all)"
 MARKS = {"higher": " +", "lower": " -", "same": "", "unknown": " ?"}
 

@@ -100,7 +100,7 @@ def make_job(config: "PairConfig") -> "LabelJob":
     parts = {
         "schema": SCHEMA,
         "models": manifests,
-        "machine": [config.device, config.dtype, config.threads],
+        "machine": [config.device, config.dtype, config.drafter_dtype, config.threads],
         "decoding": config.decoding.model_dump(mode="json"),
         "seed": config.seed,
         "label": config.label.model_dump(mode="json", exclude={"executor", "workers"}),
@@ -271,7 +271,7 @@ def load_alike(config: "PairConfig", scratch: Path, share: Share) -> "PairModels
     path = scratch / "machine.json"
     work_through([Piece("machine", path.exists, lambda: write_shared(path, json_text(here).encode()))], share)
     there = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("device", "name", "threads", "dtype", "versions"):
+    for key in ("device", "name", "threads", "dtype", "drafter_dtype", "versions"):
         if there[key] != here[key]:
             raise UserError(
                 f"The work in {scratch} was begun with {key} {there[key]}, but this worker has {here[key]}, so its "

@@ -28,22 +28,24 @@ def load_pair_models(config: "PairConfig") -> "PairModels":
         [(drafter.name, folders.get(drafter.name)) for drafter in config.drafters],
         config.device,
         config.dtype,
+        config.drafter_dtype,
         None if config.threads == "auto" else config.threads,
         config.device_map,
     )
 
 
 def machine(config: "PairConfig") -> dict[str, Any]:
-    """What a measurement of this pair depends on here, besides the code: device, dtype, threads, versions."""
+    """What a measurement of this pair depends on here, besides the code: device, dtypes, threads, versions."""
     import os
     import platform
     from importlib.metadata import version
 
     import torch
 
-    from treegraft.models import resolve_device, resolve_dtype
+    from treegraft.models import resolve_device, resolve_drafter_dtype, resolve_dtype
 
     device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -53,7 +55,8 @@ def machine(config: "PairConfig") -> dict[str, Any]:
         "name": name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads() if config.threads == "auto" else config.threads,
-        "dtype": str(resolve_dtype(config.dtype, device)).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
+        "drafter_dtype": str(resolve_drafter_dtype(config.drafter_dtype, device, dtype)).removeprefix("torch."),
         "versions": {package: version(package) for package in ("torch", "transformers", "numpy")}
         | {"python": platform.python_version()},
     }

@@ -66,6 +66,7 @@ Sha256 = Annotated[str, _text("[0-9a-f]{64}", "64 hexadecimal digits in lower ca
 Device = Annotated[str, _text("auto|cpu|cuda(:[0-9]+)?", "auto, cpu, cuda or cuda:<number>")]
 Threads = Annotated[Literal["auto"] | int, BeforeValidator(_threads)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DrafterDtype = Literal["auto", "int8", "float32", "bfloat16", "float16"]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -307,6 +308,7 @@ class PairConfig(Section):
     device_map: Literal["auto"] | None = None
     """``auto`` spreads the target over all GPUs; None puts it on ``device``."""
     dtype: Dtype
+    drafter_dtype: DrafterDtype
     threads: Threads
     seed: Count
     decoding: DecodingParams
@@ -348,6 +350,7 @@ class ParamsFile(Section):
     run: Annotated[tuple[str, ...], Field(min_length=1)]
     device: object
     dtype: object
+    drafter_dtype: object
     threads: object
     seed: object
     decoding: dict[str, object]

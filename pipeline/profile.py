@@ -85,7 +85,7 @@ def load_costs(config: "PairConfig") -> "CostModel":
 
     path, profile = config.paths.profile, read_profile(config)
     here = machine(config)
-    for key in ("device", "name", "threads", "dtype"):
+    for key in ("device", "name", "threads", "dtype", "drafter_dtype"):
         if profile["machine"].get(key) != here[key]:
             raise UserError(
                 f"{path} was measured with {key} {profile['machine'].get(key)}, but this run has {here[key]}: "

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "models": ("target", "drafters"),
-    "machine": ("device", "device_map", "dtype", "threads"),
+    "machine": ("device", "device_map", "dtype", "drafter_dtype", "threads"),
     "seed": ("seed",),
     "decoding": ("decoding",),
     "profile": ("profile",),

@@ -118,6 +118,7 @@ class TreeGraft:
         drafters: Mapping[str, str | Path] | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        drafter_dtype: str = "auto",
         threads: int | None = None,
     ) -> "TreeGraft":
         """Load a scheduler and its models.
@@ -127,8 +128,9 @@ class TreeGraft:
             target: the target's folder; by default ../../targets/<name> from the scheduler's folder.
             drafters: folders of drafter models by name; by default ../../drafters/<name>.
             device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:<n>``.
-            dtype: ``auto`` (bfloat16 where the device is fast at it), ``float32``, ``bfloat16`` or ``float16``. The
-                scheduler knows the latencies of the device, dtype and threads that it was trained with and no others.
+            dtype: ``auto`` (bfloat16 where the device is fast at it), ``float32``, ``bfloat16`` or ``float16``.
+            drafter_dtype: ``auto`` (int8 on CPUs, the target's elsewhere), ``int8`` or one of dtype's. The scheduler
+                knows the latencies of the device, dtypes and threads that it was trained with and no others.
             threads: CPU threads of the whole process; None leaves their number as it is.
 
         Raises:
@@ -154,6 +156,7 @@ class TreeGraft:
             [(name, folders.get(name)) for name in config.drafters],
             device,
             dtype,
+            drafter_dtype,
             threads,
         )
         check_fits(

@@ -5,13 +5,21 @@ costs up to five times one row's product for four rows; oneDNN with weights pack
 What is left is the price of many small calls: projections of the same input are fused, norms become one call.
 Measured: benchmarks/engine.py. Any family's own forward works on with them; what a family does differently is left as
 it is.
+
+A drafter may have int8 weights: reading weights is most of the work of a small forward, and what a drafter rounds off
+costs acceptance, never a wrong token.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+WEIGHT_LEVELS, ACTIVATION_LEVELS = 63, 127  # to each side of zero
+TINY = 1e-12  # in place of the scale of a row of zeros
 EXPECTED_ROWS = 8  # the packed layout is tuned for a verified tree; other sizes work too
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that transformers gives one input
 
@@ -34,13 +42,64 @@ class PackedLinear(nn.Module):
         return out
 
 
+class QuantizedLinear(nn.Module):
+    """An inference-only linear layer of int8 weights and activations, fed and answering in float32.
+
+    Every output has its own weight scale and every row of the input its own activation scale, found as it comes: so a
+    token's result does not depend on the tokens beside it. Weights take 7 of the 8 bits, because CPUs without VNNI
+    instructions add pairs of products in 16 bits, which full ranges on both sides would overflow.
+
+    in: float32 [..., in_features]; out: float32 [..., out_features].
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        weight = weight.detach()
+        scale = (weight.abs().amax(1) / WEIGHT_LEVELS).clamp_min(TINY)
+        whole = (weight / scale[:, None]).round().to(torch.int8)
+        zeros = torch.zeros(len(scale), dtype=torch.int64)
+        with _fbgemm(), warnings.catch_warnings():
+            # PyTorch warns that these tensors will go; oneDNN's product, which does without, takes two to three times
+            # as long where there is no VNNI. A build without them is found out by `can_quantize`.
+            warnings.simplefilter("ignore", UserWarning)
+            rows = torch._make_per_channel_quantized_tensor(whole, scale.double(), zeros, 0)
+            self.packed = torch.ops.quantized.linear_prepack(rows, None)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        scale = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_min_(TINY)
+        out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            rows / scale, 1 / ACTIVATION_LEVELS, ACTIVATION_LEVELS + 1, self.packed
+        )
+        out.mul_(scale)
+        if self.bias is not None:
+            out.add_(self.bias)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+@contextmanager
+def _fbgemm() -> Iterator[None]:
+    """Pack for the one engine that has the product; PyTorch keeps the choice in a global."""
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"
+    try:
+        yield
+    finally:
+        torch.backends.quantized.engine = before
+
+
+FastLinear = PackedLinear | QuantizedLinear
+
+
 class _Fused:
     """Linear layers of one input as one product; whoever asks first with a new input computes it for all."""
 
-    def __init__(self, parts: Sequence[nn.Linear]) -> None:
+    def __init__(self, parts: Sequence[nn.Linear], make: type[FastLinear]) -> None:
         weight = torch.cat([part.weight for part in parts])
         bias = torch.cat([part.bias for part in parts]) if parts[0].bias is not None else None
-        self.linear = PackedLinear(weight, bias)
+        self.linear = make(weight, bias)
         self.sizes = [part.out_features for part in parts]
         self.input: Tensor | None = None
         self.outputs: tuple[Tensor, ...] = ()
@@ -87,22 +146,37 @@ def can_pack(weight: Tensor) -> bool:
     )
 
 
+@cache
+def can_quantize() -> bool:
+    """Whether this build has the int8 product of ``QuantizedLinear``, and it computes here what it should."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    weight = torch.full((8, 64), WEIGHT_LEVELS, dtype=torch.float32)
+    x = torch.full((2, 64), ACTIVATION_LEVELS, dtype=torch.float32)
+    try:
+        return torch.allclose(QuantizedLinear(weight)(x), x @ weight.T)
+    except (RuntimeError, AttributeError):  # the operator is no part of PyTorch's public interface
+        return False
+
+
 @torch.inference_mode()
-def speed_up(module: nn.Module) -> None:
+def speed_up(module: nn.Module, int8: bool = False) -> None:
     """Replace layers below ``module`` by faster ones of the same function, in place; old weights are freed.
 
+    With ``int8`` (for models in float32 on CPU) linear layers are rounded as ``QuantizedLinear`` says.
     A weight that is shared (a head tied to the embedding) stays in memory for its other user.
     """
+    make = QuantizedLinear if int8 else PackedLinear
     for parent in list(module.modules()):
         for names in SIBLINGS:
             parts = [getattr(parent, name, None) for name in names]
             if _can_fuse(parts):
-                fused = _Fused(parts)  # type: ignore[arg-type]
+                fused = _Fused(parts, make)  # type: ignore[arg-type]
                 for number, name in enumerate(names):
                     setattr(parent, name, FusedPart(fused, number))
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and can_pack(child.weight):
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+                setattr(parent, name, make(child.weight, child.bias))
             elif (norm := _fast_norm(child)) is not None:
                 setattr(parent, name, norm)
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from treegraft.cpu_kernels import speed_up
+from treegraft.cpu_kernels import can_quantize, speed_up
 from treegraft.draft_vocabulary import read_draft_vocabulary, restrict_head
 from treegraft.errors import UserError
 from treegraft.lean import LeanForward, lean_forward
@@ -153,6 +153,23 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
+def resolve_drafter_dtype(name: str, device: torch.device, target: torch.dtype) -> torch.dtype:
+    """As ``resolve_dtype``, with `int8`: weights and activations in int8, everything else in float32.
+
+    auto: int8 on CPUs, where it drafts up to four times as fast (docs/decisions.md); the target's dtype elsewhere.
+    """
+    if name == "auto":
+        return torch.int8 if device.type == "cpu" and can_quantize() else target
+    if name != "int8":
+        return resolve_dtype(name, device)
+    if device.type != "cpu" or not can_quantize():
+        raise UserError(
+            f"drafter_dtype int8 is for CPUs with PyTorch's FBGEMM, not for {device} here: "
+            "set `drafter_dtype` to auto in params.yaml"
+        )
+    return torch.int8
+
+
 def refuse_recurrent(config: PretrainedConfig, name: str) -> None:
     """UserError if a model cannot take back tokens that it has processed, or is no plain causal text model.
 
@@ -204,6 +221,7 @@ def load_model(
     """Load a transformers folder: one that `resolve_model` made or any with config.json, weights and tokenizer.
 
     Parameters:
+        dtype: of the weights; int8 (on CPU, see ``resolve_drafter_dtype``) rounds the linear layers of a float32 model.
         device_map: None puts the whole model on `device`; `auto` or a dict spreads it over several (needs accelerate).
     Raises:
         UserError: no such folder, no config, weights or tokenizer in it, damaged files, or a model that cannot be
@@ -215,7 +233,8 @@ def load_model(
     refuse_recurrent(config, name)
     model_class = _causal_class(config)
     _refuse_without_positions(model_class, name)
-    module = _load_module(source, config, name, device, dtype, device_map)
+    int8 = dtype == torch.int8
+    module = _load_module(source, config, name, device, torch.float32 if int8 else dtype, device_map)
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
@@ -224,7 +243,7 @@ def load_model(
     draft_tokens = read_draft_vocabulary(source, name, int(config.vocab_size))
     if draft_tokens is not None:
         restrict_head(module, draft_tokens)
-    speed_up(module)
+    speed_up(module, int8)
     return LanguageModel(
         name=name,
         module=module,

@@ -11,7 +11,7 @@ import torch
 from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
 from treegraft.errors import UserError
-from treegraft.models import LanguageModel, load_model, resolve_device, resolve_dtype
+from treegraft.models import LanguageModel, load_model, resolve_device, resolve_drafter_dtype, resolve_dtype
 from treegraft.settings import NgramSettings
 from treegraft.tree import IntArray
 from treegraft.vocabulary import check_vocabularies, tokenizer_hash
@@ -40,6 +40,7 @@ def load_models(
     drafters: Sequence[tuple[str, Path | None]],
     device: str = "auto",
     dtype: str = "auto",
+    drafter_dtype: str = "auto",
     threads: int | None = None,
     device_map: str | None = None,
 ) -> PairModels:
@@ -47,7 +48,8 @@ def load_models(
 
     Args:
         target: name and folder; drafters: the same in order of cost, with None as folder of the n-gram drafter.
-        device, dtype: as ``treegraft.models.resolve_device`` and ``resolve_dtype`` take them.
+        device, dtype, drafter_dtype: as ``treegraft.models.resolve_device``, ``resolve_dtype`` and
+            ``resolve_drafter_dtype`` take them.
         threads: CPU threads of the whole process; None leaves their number as it is.
         device_map: ``auto`` spreads the target over all GPUs.
 
@@ -65,7 +67,8 @@ def load_models(
             f"model '{name}' in {folder} was made for drafting and can say {len(loaded.draft_tokens)} of its "
             f"{loaded.vocab_size} tokens only; it cannot be a target."
         )
-    models = [None if folder is None else load_model(folder, name, where, kind) for name, folder in drafters]
+    rounded = resolve_drafter_dtype(drafter_dtype, where, kind)
+    models = [None if folder is None else load_model(folder, name, where, rounded) for name, folder in drafters]
     vocabulary = [
         DraftVocabulary(loaded.vocab_size) if model is None else check_vocabularies(loaded, model) for model in models
     ]

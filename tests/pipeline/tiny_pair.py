@@ -31,6 +31,7 @@ def make_pair(root: Path, **sections: dict[str, Any]) -> Path:
         "run": [SLUG],
         "device": "cpu",
         "dtype": "float32",
+        "drafter_dtype": "auto",
         "threads": 1,
         "seed": 0,
         "decoding": {

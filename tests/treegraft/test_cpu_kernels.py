@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from tests.treegraft.tiny import tiny_tokenizer
-from treegraft.cpu_kernels import FusedPart, PackedLinear, speed_up
+from treegraft.cpu_kernels import FusedPart, PackedLinear, QuantizedLinear, can_quantize, speed_up
 from treegraft.lean import lean_forward
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
@@ -107,6 +107,56 @@ def test_the_lean_forward_equals_the_models_own(name: str) -> None:
         results.append(torch.cat(logits))
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
     assert runners[0].cache.length == runners[1].cache.length == 17 + 6
+
+
+needs_int8 = pytest.mark.skipif(not can_quantize(), reason="this build of PyTorch has no int8 product for this CPU")
+
+
+@needs_int8
+@pytest.mark.parametrize("name", LEAN)
+def test_the_lean_forward_of_int8_weights_is_near_the_exact_model(name: str) -> None:
+    stock = build(LEAN, name)
+    fast = copy.deepcopy(stock)
+    speed_up(fast, int8=True)
+    assert all(type(module) is not nn.Linear for module in fast.modules())
+    runner = ModelRunner(language_model(fast, lean=True))
+    runner.reset(32)
+    tokens = torch.arange(3, 20)
+    ours, exact = runner.prefill(tokens.numpy(), 0), stock(tokens[None]).logits[0]
+    assert 0 < (ours - exact).norm() / exact.norm() < 0.1
+
+
+@needs_int8
+def test_whole_numbers_go_through_int8_unchanged() -> None:
+    """Weights and inputs on the grid of the rounding, some all at its ends: nothing is lost, nothing overflows."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-63, 64, (40, 64), generator=generator).float()
+    weight[:, 0], weight[0] = 63, 63
+    x = torch.randint(-127, 128, (3, 5, 64), generator=generator).float()
+    x[..., 0], x[0, 0], x[0, 1] = 127, 127, -127
+    bias = torch.arange(40.0)
+    shrink = torch.logspace(-3, 3, 40, base=2)[:, None]  # each output has its own scale
+    layer = QuantizedLinear(weight * shrink, bias)
+    exact = x.double() @ (weight * shrink).T.double() + bias.double()  # a unit more or less would be 1/8 and more
+    torch.testing.assert_close(layer(x).double(), exact, rtol=1e-6, atol=0.06)
+    torch.testing.assert_close(layer(torch.zeros(2, 64)), bias.expand(2, 40))
+    assert layer(x[:, :0]).shape == (3, 0, 40)
+
+
+@needs_int8
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_int8_rounds_each_row_by_itself(rows: int) -> None:
+    """What a drafter says of a node must not depend on the rest of the forward: decoder and lattice differ there."""
+    layer = QuantizedLinear(torch.randn(48, 32))
+    x = torch.randn(rows, 32) * torch.logspace(-3, 3, rows)[:, None]
+    assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x]))
+
+
+@needs_int8
+def test_packing_for_int8_leaves_pytorchs_global_choice_alone() -> None:
+    before = torch.backends.quantized.engine
+    QuantizedLinear(torch.randn(8, 8))
+    assert torch.backends.quantized.engine == before
 
 
 @pytest.mark.parametrize("name", OTHERS)

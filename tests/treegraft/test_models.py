@@ -26,6 +26,7 @@ from treegraft.models import (
     load_model,
     refuse_recurrent,
     resolve_device,
+    resolve_drafter_dtype,
     resolve_dtype,
 )
 from treegraft.sources import ModelSource, resolve_model
@@ -248,6 +249,20 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_dtype("auto", CPU) == expected
     with pytest.raises(UserError, match="dtype 'fp16' is none of auto, float32"):
         resolve_dtype("fp16", CPU)
+
+
+def test_dtypes_of_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    for name, dtype in DTYPES.items():
+        assert resolve_drafter_dtype(name, CPU, torch.bfloat16) == dtype
+    for available in (True, False):
+        monkeypatch.setattr("treegraft.models.can_quantize", lambda answer=available: answer)
+        assert resolve_drafter_dtype("auto", cuda, torch.float16) == torch.float16
+        assert resolve_drafter_dtype("auto", CPU, torch.bfloat16) == (torch.int8 if available else torch.bfloat16)
+        with pytest.raises(UserError, match="int8 is for CPUs with PyTorch's FBGEMM, not for cuda"):
+            resolve_drafter_dtype("int8", cuda, torch.float16)
+    with pytest.raises(UserError, match="int8 is for CPUs"):
+        resolve_drafter_dtype("int8", CPU, torch.float32)
 
 
 def test_the_tiny_model_keeps_its_promises() -> None:
