@@ -97,7 +97,7 @@ def write(folder: Path, positions: int) -> int:
     lengths = {split: positions if split == "train" else ANSWER for split in SPLITS}
     for split, length in lengths.items():
         write_parts(folder, split, parts(split, length), length)
-    about = trace_manifest(folder, {split: some[0] for split, some in small.items()}, ["ngram", "strong"], 0.0)
+    about = trace_manifest(folder, {split: some[0] for split, some in small.items()}, ["ngram", "strong"], 0.0, 64)
     about["splits"]["train"] |= {"prompts": positions // ANSWER, "positions": positions}
     (folder / "profile.json").write_text(json.dumps({"cost_model": small["train"][0].costs.to_json()}))
     (folder / "calibration.json").write_text("{}")

@@ -14,9 +14,21 @@ from typing import TYPE_CHECKING, Any
 from pipeline.distill_inputs import Inputs, fits_digest, read_inputs, versions
 from pipeline.files import scratch_folder
 from pipeline.labelled import LabelledStates
-from pipeline.students import Fit, fit_one, follow, labelled, one_thread, rounds, store, stored, train_students
+from pipeline.students import (
+    Fit,
+    admission_of,
+    fit_one,
+    follow,
+    labelled,
+    one_thread,
+    rounds,
+    store,
+    stored,
+    train_students,
+)
 
 if TYPE_CHECKING:
+    from pipeline.labelled import Admission
     from pipeline.params import PairConfig
     from pipeline.student import FittedStudent
     from treegraft.scheduling.checkpoint import SchedulerConfig
@@ -76,7 +88,7 @@ def finish_fits(config: "PairConfig", inputs: Inputs, digest: str) -> list[Fit]:
 
 
 def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) -> dict[str, Any]:
-    """The content of distill.json; rates are replayed tokens per ms."""
+    """The content of distill.json; rates are replayed tokens per ms (``fits``: passes over prompts left out)."""
     from pipeline.baselines import BASELINES, fit_baseline
 
     states = labelled(inputs.train, None)
@@ -84,7 +96,8 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
     learners |= {name: fit_baseline(name, states) for name in BASELINES}
     names = [drafter.name for drafter in config.drafters]
     splits = {"train": inputs.train, "validation": inputs.validation, "test": inputs.test}
-    replay = {split: _rates(tables, learners, inputs.best_fixed, names) for split, tables in splits.items()}
+    admissions = {name: admission_of(learner, inputs) for name, learner in learners.items()}
+    replay = {split: _rates(tables, learners, admissions, inputs.best_fixed, names) for split, tables in splits.items()}
     return {
         "schema": SCHEMA,
         "pair": config.slug,
@@ -95,6 +108,7 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
         "captured": {split: _captured(rates, [*learners, "fixed"]) for split, rates in replay.items()},
         "cross_validation": cross_validate(inputs.train, states),
         "best_fixed": list(inputs.best_fixed),
+        "saving_ms": {name: admission.saving_ms for name, admission in admissions.items()},
         "chosen": {"seed": best.seed, "round": best.round, "epoch": best.student.epoch},
         "fits": [
             {
@@ -112,7 +126,11 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
 
 
 def _rates(
-    tables: "OutcomeTables", learners: dict[str, Any], schedule: tuple[int, ...], drafters: list[str]
+    tables: "OutcomeTables",
+    learners: dict[str, Any],
+    admissions: "dict[str, Admission]",
+    schedule: tuple[int, ...],
+    drafters: list[str],
 ) -> dict[str, float]:
     """Replayed rate of everything that can be compared on one split."""
     from treegraft.values.replay import oracle, plain, replay_fixed
@@ -125,7 +143,7 @@ def _rates(
     # With more than two drafters, those between the light and the dearest one go by their names.
     rates |= {f"always_{drafters[j]}": fixed((j,) * depth) for j in range(1, last)}
     rates["fixed"] = fixed(schedule)
-    rates |= {name: follow(learner, tables).tokens_per_ms for name, learner in learners.items()}
+    rates |= {name: follow(learner, tables, admissions[name]).tokens_per_ms for name, learner in learners.items()}
     rates["oracle"] = oracle(tables).tokens_per_ms
     return rates
 
@@ -179,7 +197,8 @@ def _scheduler_config(
     costs = inputs.train.costs
     network = best.student.network
     settings = config.decoding.settings()
-    seen = [follow(network, tables) for tables in (inputs.train, inputs.validation)]
+    admission = admission_of(network, inputs)
+    seen = [follow(network, tables, admission) for tables in (inputs.train, inputs.validation)]
     kinds = sorted(set(inputs.train.kinds))
     return SchedulerConfig(
         pair=config.slug,
@@ -195,6 +214,7 @@ def _scheduler_config(
         verified_sizes=settings.verified_sizes,
         # Of the steps alone: the decoder compares it with milliseconds of a step.
         rate_tokens_per_ms=float(sum(run.tokens.sum() for run in seen) / sum(run.decode_ms.sum() for run in seen)),
+        saving_ms=admission.saving_ms,
         best_fixed=inputs.best_fixed,
         calibration=inputs.calibration,
         cost_model=costs.to_json(),

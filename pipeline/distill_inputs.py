@@ -22,6 +22,8 @@ class Inputs:
     calibration: dict[str, Any]
     temperature: float
     """Of the labelled answers."""
+    new_tokens: int
+    """Most tokens of an answer."""
     tokenizer_hashes: dict[str, str]
     best_fixed: tuple[int, ...]
     """Fastest fixed schedule on the validation prompts."""
@@ -55,12 +57,14 @@ def read_inputs(config: "PairConfig") -> Inputs:
     tables = read_validated(folder)
     for split, table in tables.items():
         _check_tables(config, table, f"{folder}, {split}", redo)
+    manifest = read_json(folder / "manifest.json", redo)
     return Inputs(
         tables["train"],
         tables["validation"],
         tables["test"],
         read_json(folder / "calibration.json", redo),
-        read_json(folder / "manifest.json", redo)["temperature"],
+        manifest["temperature"],
+        manifest["max_new_tokens"],
         _tokenizers(folder / "profile.json", redo),
         best_fixed(tables["validation"]),
     )

@@ -23,7 +23,7 @@ from pipeline.files import (
     write_json,
     write_text,
 )
-from pipeline.labelled import decide
+from pipeline.labelled import Admission, decide
 from pipeline.measurements import OWN_METHODS
 from pipeline.methods import Bench, Method, ecosystem_methods, make_methods, prepare
 from pipeline.progress import log, progress
@@ -212,6 +212,12 @@ def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
     }
 
 
+def decisions(bench: Bench) -> "np.ndarray":
+    """What the scheduler does in every state of the test tables, in requests of the measured length: int [P, S]."""
+    admission = Admission(bench.scheduler.saving_ms, bench.config.evaluate.max_new_tokens)
+    return decide(bench.network, bench.tables["test"], admission)
+
+
 def replayed(bench: Bench) -> dict[str, Any]:
     """Modelled tokens per ms of every method on the test tables, in all and for each benchmark."""
     import numpy as np
@@ -230,7 +236,7 @@ def replayed(bench: Bench) -> dict[str, Any]:
         name: replay_fixed(tables, plan, joint_rate([replay_fixed(part, plan) for part in seen]))
         for name, plan in schedules.items()
     }
-    results["treegraft"] = replay(tables, decide(bench.network, tables), bench.scheduler.rate_tokens_per_ms)
+    results["treegraft"] = replay(tables, decisions(bench), bench.scheduler.rate_tokens_per_ms)
     results |= {"plain": plain(tables), "oracle": oracle(tables)}
     kinds = np.array(tables.kinds)
 
@@ -253,7 +259,7 @@ def node_calibration(bench: Bench, bins: int = 10) -> list[dict[str, float]]:
     from treegraft.values.states import played
 
     tables = bench.tables["test"]
-    rows, codes = np.arange(len(tables)), played(decide(bench.network, tables), tables.depth, tables.drafters)
+    rows, codes = np.arange(len(tables)), played(decisions(bench), tables.depth, tables.drafters)
     nodes = np.minimum(tables.nodes[rows, codes][:, None], np.array(tables.sizes))  # [P, G]: nodes up to each size
     count = np.diff(nodes, axis=1).ravel()
     expected = np.diff(tables.mass[rows, codes].astype(np.float64), axis=1).ravel()

@@ -48,10 +48,31 @@ def rows_of(values: np.ndarray) -> np.ndarray:
     return values.reshape(-1, values.shape[-1])
 
 
-def decide(predict: "MarginNetwork | Predict", tables: "OutcomeTables") -> np.ndarray:
-    """The action in every state, int [P, S], of a network or of any function from features to margins."""
+@dataclass(frozen=True)
+class Admission:
+    """What decides, when a request begins, whether it calls drafter models at all (``scheduling/admission.py``)."""
+
+    saving_ms: float
+    """On each token, once a drafter knows the prompt."""
+    new_tokens: int
+    """Most tokens of an answer."""
+
+
+def decide(
+    predict: "MarginNetwork | Predict", tables: "OutcomeTables", admission: Admission | None = None
+) -> np.ndarray:
+    """The action in every state, int [P, S], of a network or of any function from features to margins.
+
+    ``admission``: what requests must weigh before they call; None: all of them may.
+    """
+    from treegraft.scheduling.admission import admitted, prompt_passes
     from treegraft.scheduling.network import MarginNetwork
     from treegraft.values.values import greedy_actions
 
     margins_of = predict.margins if isinstance(predict, MarginNetwork) else predict
-    return greedy_actions(margins_of(rows_of(tables.features))).reshape(tables.features.shape[:2])
+    margins = margins_of(rows_of(tables.features)).reshape(*tables.features.shape[:2], -1)  # [P, S, m - 1]
+    if admission is not None:
+        passes = prompt_passes(tables.costs, tables.prompt_tokens)
+        may = admitted(admission.saving_ms, admission.new_tokens, passes)  # [prompts, m - 1]
+        margins = np.where(may[tables.prompt_of][:, None], margins, 0.0)
+    return greedy_actions(margins)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.labelled import LabelledStates, decide, rows_of
+from pipeline.labelled import Admission, LabelledStates, decide, rows_of
 
 if TYPE_CHECKING:
     from pipeline.baselines import Predict
@@ -30,7 +30,7 @@ class Fit:
     round: int
     student: "FittedStudent"
     train: float
-    """Replayed tokens per ms on the training tables."""
+    """Replayed tokens per ms on the training tables, drafters' passes over prompts left out."""
     validation: float
     """The same on the validation tables."""
 
@@ -53,7 +53,7 @@ def train_students(
         if len(before) < number or (number >= 2 and before[-1].validation <= before[-2].validation):
             continue  # this seed has ended
         student = fit(seed, number, before[-1] if before else None)
-        rates = [follow(student.network, tables).tokens_per_ms for tables in (inputs.train, inputs.validation)]
+        rates = [follow(student.network, tables).warm_tokens_per_ms for tables in (inputs.train, inputs.validation)]
         fits.append(Fit(seed, number, student, *rates))
     return fits
 
@@ -81,7 +81,7 @@ def fit_one(
     rate = replay(validation, start).decode_rate
 
     def score(candidate: "MarginNetwork") -> float:
-        speed = replay(validation, decide(candidate, validation), rate).tokens_per_ms
+        speed = replay(validation, decide(candidate, validation), rate).warm_tokens_per_ms
         watch(speed)
         return speed
 
@@ -119,11 +119,27 @@ def labelled(tables: "OutcomeTables", network: "MarginNetwork | None") -> Labell
     return LabelledStates(rows_of(tables.features), rows_of(values), visits.reshape(-1))
 
 
-def follow(predict: "MarginNetwork | Predict", tables: "OutcomeTables") -> "ReplayResult":
-    """Replay of the policy that ``predict`` makes."""
+def follow(
+    predict: "MarginNetwork | Predict", tables: "OutcomeTables", admission: Admission | None = None
+) -> "ReplayResult":
+    """Replay of the policy that ``predict`` makes; ``admission`` as ``decide`` takes it."""
     from treegraft.values.replay import replay
 
-    return replay(tables, decide(predict, tables))
+    return replay(tables, decide(predict, tables, admission))
+
+
+def admission_of(predict: "MarginNetwork | Predict", inputs: "Inputs") -> Admission:
+    """What calls save on a token of the training and validation prompts against drafting with n-grams alone."""
+    from treegraft.values.replay import replay_fixed
+
+    calling = never = 0.0
+    tokens = 0
+    for tables in (inputs.train, inputs.validation):
+        result = follow(predict, tables)
+        calling += float((result.decode_ms - result.pass_ms).sum())
+        never += float(replay_fixed(tables, ()).decode_ms.sum())
+        tokens += int(result.tokens.sum())
+    return Admission((never - calling) / tokens, inputs.new_tokens)
 
 
 @contextmanager

@@ -59,8 +59,8 @@ def run(config: "PairConfig") -> None:
     with replacing_folder(config.paths.traces) as folder:
         for split, part in labelled.items():
             write_split(folder, split, part)
-        names = [drafter.name for drafter in config.drafters]
-        about = trace_manifest(folder, labelled, names, manifest["temperature"]) | {
+        names, limit = [drafter.name for drafter in config.drafters], manifest["max_new_tokens"]
+        about = trace_manifest(folder, labelled, names, manifest["temperature"], limit) | {
             "pair": config.slug,
             "best_fixed": list(schedule),
             "policy_iteration_tokens_per_ms": labels.rates,
@@ -95,7 +95,7 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
                     outcomes = Outcomes(**{name: stored[name] for name in Outcomes.__dataclass_fields__})
             except (OSError, ValueError, KeyError, BadZipFile) as error:
                 raise UserError(f"{path} is damaged or missing: run `pipeline label {config.slug}` again.") from error
-            constant = cost_features(request_costs(costs, turn["prompt_tokens"]))
+            constant = cost_features(request_costs(costs, turn["prompt_tokens"], manifest["max_new_tokens"]))
             outcomes.features[..., : len(constant)] = constant
             prompts.append((turn["id"], turn["kind"], turn["prompt_tokens"], outcomes))
     settings = config.decoding.settings()

@@ -89,7 +89,8 @@ def make_decoder(
 
 def learned_scheduler(network: MarginNetwork, config: SchedulerConfig) -> LearnedScheduler:
     """The policy of a checkpoint."""
-    return LearnedScheduler(network, list(config.feature_names), feature_names(config.depth, len(config.drafters)))
+    known = feature_names(config.depth, len(config.drafters))
+    return LearnedScheduler(network, list(config.feature_names), known, config.saving_ms)
 
 
 class TreeGraft:

@@ -21,6 +21,7 @@ from treegraft.metrics import DecodingMetrics
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
 from treegraft.sampling import SamplingSettings, TokenChooser
+from treegraft.scheduling.admission import prompt_passes
 from treegraft.scheduling.features import RequestCosts, SchedulingState
 from treegraft.scheduling.outlook import Outlook, OutlookTracker
 from treegraft.scheduling.policy import FixedSchedule, Scheduler, never
@@ -170,7 +171,7 @@ class Decoder:
         self._begin(text, len(prompt) + limit)
         metrics.prefill_ms = (perf_counter() - started) * 1000
         prefill_forward_ms = self.runner.forward_ms
-        costs = self._request_costs(len(prompt))
+        costs = self._request_costs(len(prompt), limit)
         finish: Finish | None = None
         steps: list[_Step] = []
         light = next((drafter for drafter in self.drafters if isinstance(drafter, NgramDrafter)), None)
@@ -214,10 +215,11 @@ class Decoder:
         for drafter in self.drafters:
             drafter.begin(tokens, capacity)
 
-    def _request_costs(self, prompt_tokens: int) -> RequestCosts:
+    def _request_costs(self, prompt_tokens: int, new_tokens: int) -> RequestCosts:
         if self.costs is None:
-            return RequestCosts(prompt_tokens, 1.0, (1.0,) * (len(self.drafters) - 1))
-        return request_costs(self.costs, prompt_tokens)
+            strong = len(self.drafters) - 1
+            return RequestCosts(prompt_tokens, 1.0, (1.0,) * strong, new_tokens, (0.0,) * strong)
+        return request_costs(self.costs, prompt_tokens, new_tokens)
 
     def _draft(
         self, root: int, max_depth: int, costs: RequestCosts, outlook: Outlook, metrics: DecodingMetrics
@@ -300,8 +302,9 @@ def _probabilities(logits: torch.Tensor, tokens: IntArray) -> FloatArray:
     return found
 
 
-def request_costs(costs: CostModel, prompt_tokens: int) -> RequestCosts:
-    """What a scheduler is told about the hardware: the cost of one token in each model after the prompt."""
+def request_costs(costs: CostModel, prompt_tokens: int, new_tokens: int) -> RequestCosts:
+    """What a scheduler is told about the hardware: the cost of one token in each model after the prompt, and of it."""
     strong = range(1, len(costs.drafters))
     drafter_ms = tuple(float(costs.layer_ms(j, 1, prompt_tokens)) for j in strong)
-    return RequestCosts(prompt_tokens, float(costs.verify_ms(0, prompt_tokens)), drafter_ms)
+    passes = tuple(prompt_passes(costs, prompt_tokens).tolist())
+    return RequestCosts(prompt_tokens, float(costs.verify_ms(0, prompt_tokens)), drafter_ms, new_tokens, passes)

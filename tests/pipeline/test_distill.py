@@ -13,7 +13,7 @@ import pytest
 from pipeline import distill
 from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
 from pipeline.files import write_json
-from pipeline.labelled import LabelledStates
+from pipeline.labelled import Admission, LabelledStates
 from pipeline.params import PairConfig, load_pair
 from pipeline.student import Student, fit_student
 from tests.treegraft.tiny import cost_model
@@ -102,11 +102,12 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PairConfig:
     return made
 
 
+ANSWER = 30  # tokens
 SPLITS = (("train", 8, 0), ("validation", 4, 1), ("test", 4, 2))
 
 
 def tables() -> dict[str, OutcomeTables]:
-    return {split: synthetic_tables(turns, 30, seed) for split, turns, seed in SPLITS}
+    return {split: synthetic_tables(turns, ANSWER, seed) for split, turns, seed in SPLITS}
 
 
 def write_traces(config: PairConfig, tables: dict[str, OutcomeTables]) -> None:
@@ -114,7 +115,7 @@ def write_traces(config: PairConfig, tables: dict[str, OutcomeTables]) -> None:
     folder = config.paths.traces
     for split, table in tables.items():
         write_split(folder, split, table)
-    manifest = trace_manifest(folder, tables, [drafter.name for drafter in config.drafters], 0.0)
+    manifest = trace_manifest(folder, tables, [drafter.name for drafter in config.drafters], 0.0, ANSWER)
     profile = {"cost_model": costs().to_json(), "tokenizer_hashes": {config.target.name: "abc"}}
     for name, value in (("profile", profile), ("calibration", CALIBRATION), ("manifest", manifest)):
         write_json(folder / f"{name}.json", value)
@@ -281,9 +282,13 @@ def test_the_stage_exports_a_scheduler_that_beats_fixed_policies(config: PairCon
     assert all(rate > 0 for rate in metrics["cross_validation"]["tokens_per_ms"].values())
     # What is exported is what was measured.
     tables = read_traces(config.paths.traces, "test")
-    assert distill.follow(network, tables).tokens_per_ms == rates["student"] == stored.replay["test"]["student"]
+    admission = Admission(stored.saving_ms, ANSWER)
+    followed = distill.follow(network, tables, admission)
+    assert followed.tokens_per_ms == rates["student"] == stored.replay["test"]["student"]
+    assert stored.saving_ms == metrics["saving_ms"]["student"] > 0
     best = max(fit["validation"] for fit in metrics["fits"])
-    assert metrics["replay"]["validation"]["student"] == best
+    validation = read_traces(config.paths.traces, "validation")
+    assert distill.follow(network, validation).warm_tokens_per_ms == best
     assert stored.cost_model_digest == costs().digest()
     assert stored.calibration == CALIBRATION
     assert CostModel.from_json(stored.cost_model).digest() == stored.cost_model_digest
@@ -332,7 +337,8 @@ def test_groups_of_features_that_are_left_out_are_in_neither_student_nor_checkpo
     assert list(stored.feature_names) == groups["published"] + groups["tree"]
     tables = read_traces(config.paths.traces, "test")
     seen = tables.with_features(list(stored.feature_names))
-    assert distill.follow(network, seen).tokens_per_ms == stored.replay["test"]["student"]
+    admission = Admission(stored.saving_ms, ANSWER)
+    assert distill.follow(network, seen, admission).tokens_per_ms == stored.replay["test"]["student"]
     # A decoder gives its scheduler all features, whatever the network takes.
     scheduler = learned_scheduler(network, stored)
     for state in range(3):

@@ -373,7 +373,7 @@ def test_a_missing_column_and_an_empty_shard_are_refused_before_training(
     manifest = json.loads((folder / "manifest.json").read_text())
     drafters = [drafter.name for drafter in distill_config.drafters]
     (folder / "manifest.json").write_text(
-        json.dumps(manifest | {"files": trace_manifest(folder, tables(), drafters, 0.0)["files"]})
+        json.dumps(manifest | {"files": trace_manifest(folder, tables(), drafters, 0.0, 30)["files"]})
     )
     with pytest.raises(ValueError, match=says):
         distill.run(distill_config)

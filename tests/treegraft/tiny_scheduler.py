@@ -52,6 +52,7 @@ def make_scheduler(root: Path) -> Path:
             ngram=ngram,
             verified_sizes=(0, 1, 2, 4, 8),
             rate_tokens_per_ms=1.0,
+            saving_ms=1000.0,
             best_fixed=(0,) * DEPTH,
             calibration=Calibration(prior_table(ngram), (1.0, 1.1)).to_json(),
             cost_model=costs.to_json(),

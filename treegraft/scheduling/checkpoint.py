@@ -70,6 +70,8 @@ class SchedulerConfig:
     """Numbers of nodes that verification may choose from."""
     rate_tokens_per_ms: float
     """Replayed speed of this scheduler's steps (prefill left out) on its training and validation prompts."""
+    saving_ms: float
+    """Milliseconds that calls save on each token once a drafter knows the prompt: what admits requests to calling."""
     best_fixed: tuple[int, ...]
     """Best fixed schedule: one action a layer."""
     calibration: dict[str, Any]
@@ -206,7 +208,8 @@ def card(config: SchedulerConfig) -> str:
 
 A TreeGraft scheduler: layer by layer it decides which drafter expands the draft tree. A small network
 (layers of {sizes}) predicts how many tokens each dearer drafter is worth over the light one; the largest
-prediction above 0 wins.
+prediction above 0 wins. A drafter whose pass over the prompt would cost more than {config.saving_ms:.4g} ms for each
+token that a request may emit is not called in that request.
 
 {actions}
 

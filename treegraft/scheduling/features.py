@@ -18,12 +18,17 @@ from treegraft.tree import DraftTree
 
 @dataclass(frozen=True)
 class RequestCosts:
-    """What is constant in one request: its length and the modelled cost of one token in each model."""
+    """What is constant in one request: its length, and what the models cost in it."""
 
     prompt_tokens: int
     target_ms: float
+    """Of one token in the target."""
     drafter_ms: tuple[float, ...]
-    """Of each drafter but the light one, [m - 1]."""
+    """Of one token in each drafter but the light one, [m - 1]."""
+    new_tokens: int = 0
+    """Most tokens that it may emit."""
+    prompt_ms: tuple[float, ...] = ()
+    """What the first call of each drafter but the light one adds for the prompt, [m - 1]."""
 
 
 @dataclass

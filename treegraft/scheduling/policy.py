@@ -5,7 +5,8 @@ from typing import Protocol
 import numpy as np
 
 from treegraft.errors import UserError
-from treegraft.scheduling.features import SchedulingState, features
+from treegraft.scheduling.admission import admitted
+from treegraft.scheduling.features import RequestCosts, SchedulingState, features
 from treegraft.scheduling.network import MarginNetwork
 
 
@@ -40,16 +41,23 @@ def always(depth: int, drafter: int = 1) -> FixedSchedule:
 class LearnedScheduler:
     """Calls the drafter with the largest positive margin, else skips; cannot tell if no such margin is possible.
 
-    ``names``: the network's inputs, some or all of ``known`` (what ``features`` computes) in the same order.
+    Args:
+        names: the network's inputs, some or all of ``known`` (what ``features`` computes) in the same order.
+        saving_ms: what calls save on each token; a drafter whose pass over the prompt costs more than they can save in
+            the request is not called in it. None: every request may call.
     """
 
-    def __init__(self, network: MarginNetwork, names: list[str], known: list[str]) -> None:
+    def __init__(
+        self, network: MarginNetwork, names: list[str], known: list[str], saving_ms: float | None = None
+    ) -> None:
         if names != [name for name in known if name in names]:
             different = sorted(set(names) - set(known)) or ["their order"]
             raise UserError(
                 f"the scheduler was made for other features ({', '.join(different[:5])} differ); train one here."
             )
         self.network = network
+        self.saving_ms = saving_ms
+        self._request: RequestCosts | None = None
         self._columns = None if names == known else np.array([known.index(name) for name in names])
 
     def margins(self, state: SchedulingState) -> list[float]:
@@ -59,9 +67,22 @@ class LearnedScheduler:
         return margins
 
     def choose(self, state: SchedulingState) -> int | None:
+        if state.costs is not self._request:
+            self._request, self._admitted = state.costs, self._admit(state.costs)
+        if not any(self._admitted):
+            return 0
         margins = self.margins(state)
         largest = max(margins)
         # A call adds no more tokens than are verified at most; NaN fails the comparison too.
         if not abs(largest) <= state.settings.verified_sizes[-1]:
             return None
+        if not all(self._admitted):
+            margins = [m if may else 0.0 for m, may in zip(margins, self._admitted, strict=True)]
+            largest = max(margins)
         return margins.index(largest) + 1 if largest > 0 else 0
+
+    def _admit(self, request: RequestCosts) -> list[bool]:
+        """Which drafters the request may call, [m - 1]."""
+        if self.saving_ms is None:
+            return [True] * self.network.outputs
+        return [bool(may) for may in admitted(self.saving_ms, request.new_tokens, request.prompt_ms)]

@@ -24,6 +24,8 @@ class ReplayResult:
     steps: IntArray
     decode_ms: FloatArray
     """Drafting (a drafter's first pass over the prompt included), verification and the rest of all steps."""
+    pass_ms: FloatArray
+    """The part of ``decode_ms`` that went into the drafters' first passes over the prompt."""
     prefill_ms: FloatArray
     """The target's pass over the prompt, the same for every policy."""
     calls: IntArray
@@ -44,6 +46,11 @@ class ReplayResult:
     def tokens_per_ms(self) -> float:
         """Speed over all prompts, prefill included."""
         return float(self.tokens.sum() / self.ms.sum())
+
+    @property
+    def warm_tokens_per_ms(self) -> float:
+        """The same as if drafters knew the prompt: what single decisions are worth (see scheduling/admission.py)."""
+        return float(self.tokens.sum() / (self.ms - self.pass_ms).sum())
 
     @property
     def decode_rate(self) -> float:
@@ -156,6 +163,7 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float, decides: bool) ->
     at = starts.copy()
     prompts = len(starts)
     decode_ms, steps, calls = np.zeros(prompts), np.zeros(prompts, np.int64), np.zeros(prompts, np.int64)
+    pass_ms = np.zeros(prompts)
     lag = np.tile((tables.prompt_tokens - 1)[:, None], (1, m))  # tokens before the root that a drafter lacks
     fresh = np.ones((prompts, m), np.bool_)  # a drafter's first call also processes the prompt
     lag_sum, lag_count = np.zeros(m), np.zeros(m)
@@ -176,8 +184,12 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float, decides: bool) ->
                 tokens = tables.layer_tokens[here[acts], codes[here[acts]], layer]
                 first = ~called[acts, j] & (tokens > 0)  # a call that finds nothing to expand runs no forward
                 behind = np.where(first, lag[going[acts], j], 0)
-                ms[acts] += costs.layer_ms(j, tokens, tables.context[here[acts]], behind)
+                layer_ms = costs.layer_ms(j, tokens, tables.context[here[acts]], behind)
+                ms[acts] += layer_ms
                 known = first & ~fresh[going[acts], j]
+                new = first & fresh[going[acts], j]
+                at_once = costs.layer_ms(j, tokens, tables.context[here[acts]])
+                pass_ms[going[acts]] += np.where(new, layer_ms - at_once, 0.0)
                 lag_sum[j] += lag[going[acts[known]], j].sum()
                 lag_count[j] += known.sum()
                 called[acts, j] |= tokens > 0
@@ -193,6 +205,7 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float, decides: bool) ->
         tokens=ends - starts,
         steps=steps,
         decode_ms=decode_ms,
+        pass_ms=pass_ms,
         prefill_ms=costs.prefill_ms(tables.prompt_tokens),
         calls=calls,
         visited=visited,
@@ -209,6 +222,7 @@ def plain(tables: OutcomeTables) -> ReplayResult:
         tokens=tokens,
         steps=tokens,
         decode_ms=np.bincount(tables.prompt_of, ms, len(tables.prompt_ids)).astype(np.float64),
+        pass_ms=np.zeros(len(tokens)),
         prefill_ms=tables.costs.prefill_ms(tables.prompt_tokens),
         calls=np.zeros(len(tokens), np.int64),
         visited=np.ones(len(tables), np.bool_),

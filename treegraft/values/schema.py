@@ -9,7 +9,7 @@ import pyarrow as pa
 from treegraft.errors import UserError
 from treegraft.values.states import offset
 
-SCHEMA_VERSION = "3"
+SCHEMA_VERSION = "4"
 SPLITS = ("train", "validation", "test")
 
 FEATURES = {

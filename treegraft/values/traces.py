@@ -166,13 +166,13 @@ def _lists(values: NDArray[Any]) -> pa.Array:
 
 
 def trace_manifest(
-    folder: Path, tables: dict[str, OutcomeTables], drafters: list[str], temperature: float
+    folder: Path, tables: dict[str, OutcomeTables], drafters: list[str], temperature: float, max_new_tokens: int
 ) -> dict[str, Any]:
     """What manifest.json says at least: the layout, the size of each split, and every Parquet file's digest.
 
     Args:
         tables: by split, as they were written below ``folder``; drafters: names in order of cost, [m];
-        temperature: of the target's answers.
+        temperature: of the target's answers; max_new_tokens: most tokens of one.
     """
     some = next(iter(tables.values()))
     files = {
@@ -187,6 +187,7 @@ def trace_manifest(
         "feature_names": some.feature_names,
         "verified_sizes": list(some.sizes),
         "temperature": temperature,
+        "max_new_tokens": max_new_tokens,
         "splits": {split: split_counts(part) for split, part in tables.items()},
         "files": files,
     }

@@ -87,7 +87,7 @@ class Labelling:
     learnt_from: tuple[FloatArray, FloatArray] | None
     """The margins and visits that ``actions`` were fitted to; None where they are still the start's."""
     rates: list[float]
-    """tokens_per_ms of the start and of each policy tried, in order; the last one may be the one that did not gain."""
+    """warm_tokens_per_ms of the start and of each policy tried, in order; the last may be one that did not gain."""
 
 
 def policy_iteration(tables: OutcomeTables, start: IntArray, fit: Fit, rounds: int) -> Labelling:
@@ -99,16 +99,16 @@ def policy_iteration(tables: OutcomeTables, start: IntArray, fit: Fit, rounds: i
             predict each prompt by a model fitted without it, else the policy is clairvoyant.
     """
     actions, result = start, replay(tables, start)
-    rates = [result.tokens_per_ms]
+    rates = [result.warm_tokens_per_ms]
     learnt_from = None
     for _ in range(rounds):
         labels = margins(tables, actions, result.decode_rate, result.lag)
         visits = visit_weights(tables, actions, result.visited)
         again = fit(tables, labels, visits)
         played = replay(tables, again)
-        rates.append(played.tokens_per_ms)
+        rates.append(played.warm_tokens_per_ms)
         # An equal rate is no end: a decision may have changed that pays only once an earlier one has changed too.
-        if played.tokens_per_ms < result.tokens_per_ms or np.array_equal(again, actions):
+        if played.warm_tokens_per_ms < result.warm_tokens_per_ms or np.array_equal(again, actions):
             break
         actions, result, learnt_from = again, played, (labels, visits)
     final = margins(tables, actions, result.decode_rate, result.lag)

@@ -40,6 +40,7 @@ def make(seed: int = 0, hidden: tuple[int, ...] = (6, 3), **changes: Any) -> tup
         ngram=NgramSettings(),
         verified_sizes=(0, 1, 2, 4),
         rate_tokens_per_ms=0.05,
+        saving_ms=1.5,
         best_fixed=(1, 0),
         calibration={"temperature": {"strong": 1.1}},
         cost_model=COSTS,

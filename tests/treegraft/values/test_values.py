@@ -57,7 +57,7 @@ def test_replay_adds_up_the_steps_it_takes(seed: int) -> None:
     result = replay(tables, actions, rate)
     for prompt in range(3):
         rows = np.flatnonzero(tables.prompt_of == prompt)
-        at, ms, steps, calls = 0, 0.0, 0, 0
+        at, ms, pass_ms, steps, calls = 0, 0.0, 0.0, 0, 0
         behind = int(tables.prompt_tokens[prompt]) - 1
         while at < len(rows):
             row = rows[at]
@@ -80,14 +80,17 @@ def test_replay_adds_up_the_steps_it_takes(seed: int) -> None:
                         continue
                     calls += 1
                     tokens = int(tables.layer_tokens[row, u, layer])
-                    ms += float(tables.costs.layer_ms(1, tokens, context, 0 if called else behind))
+                    ms += (layer_ms := float(tables.costs.layer_ms(1, tokens, context, 0 if called else behind)))
                     called = True
+                    if calls == 1:
+                        pass_ms = layer_ms - float(tables.costs.layer_ms(1, tokens, context))
             else:
                 ms += verify[0]
             kept = min(int(tables.path_processed[row, u, 1]), int(tables.accepted[row, u, choice]) + 1)
             behind = gain - kept if called and kept else behind + gain
             at, steps = at + gain, steps + 1
         assert result.decode_ms[prompt] == pytest.approx(ms)
+        assert result.pass_ms[prompt] == pytest.approx(pass_ms)
         assert (result.steps[prompt], result.calls[prompt]) == (steps, calls)
 
 
@@ -129,8 +132,8 @@ def test_policy_iteration_never_lowers_the_replayed_rate(seed: int, m: int, nois
     found = policy_iteration(tables, start, noisy, 5)
     taken = found.rates if found.rates[-1] >= found.rates[-2] else found.rates[:-1]
     assert taken == sorted(taken)
-    assert found.result.tokens_per_ms == taken[-1] == replay(tables, found.actions).tokens_per_ms
-    assert found.rates[0] == replay(tables, start).tokens_per_ms
+    assert found.result.warm_tokens_per_ms == taken[-1] == replay(tables, found.actions).warm_tokens_per_ms
+    assert found.rates[0] == replay(tables, start).warm_tokens_per_ms
 
 
 def test_policy_iteration_gains_on_most_tables() -> None:
@@ -138,7 +141,7 @@ def test_policy_iteration_gains_on_most_tables() -> None:
     for seed in range(6):
         tables = random_tables(seed, prompts=6)
         found = policy_iteration(tables, fixed_actions(tables, best_fixed(tables)), clairvoyant, 6)
-        gained += found.result.tokens_per_ms > found.rates[0]
+        gained += found.result.warm_tokens_per_ms > found.rates[0]
     assert gained >= 3
 
 

@@ -80,5 +80,5 @@ def seal(folder: Path, tables: dict[str, OutcomeTables]) -> None:
     some = next(iter(tables.values()))
     drafters = [f"drafter{j}" for j in range(some.drafters)]
     (folder / "manifest.json").write_text(
-        json.dumps(trace_manifest(folder, tables, drafters, 0.7 if some.sampled else 0.0))
+        json.dumps(trace_manifest(folder, tables, drafters, 0.7 if some.sampled else 0.0, 12))
     )

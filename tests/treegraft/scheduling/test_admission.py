@@ -1,0 +1,52 @@
+"""A request calls a drafter only if the pass over its prompt can pay; decoder and replay agree on which do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.labelled import Admission, decide
+from tests.treegraft.test_decoder import FREE, SETTINGS, TARGET, drafters
+from tests.treegraft.values.toy import random_tables
+from treegraft.costs import LatencyCurve
+from treegraft.decoder import Decoder, request_costs
+from treegraft.scheduling.features import feature_names
+from treegraft.scheduling.network import MarginNetwork
+from treegraft.scheduling.policy import LearnedScheduler
+
+NAMES = feature_names(SETTINGS.depth, 2)
+PROMPT = [2, 3, 4, 2, 3]
+DEAR = replace(FREE, drafter_prefill=(None, LatencyCurve([1, 8], [1], [[0.1], [7.1]])))  # 1 ms a token
+
+
+def eager(outputs: int = 1, features: int = len(NAMES)) -> MarginNetwork:
+    """Wants to call everywhere, the later drafters more."""
+    biases = np.linspace(0.5, 1.0, outputs, dtype=np.float32)
+    return MarginNetwork([np.zeros((features, outputs), np.float32)], [biases], np.zeros(features), np.ones(features))
+
+
+@pytest.mark.parametrize(("saving_ms", "new_tokens", "calls"), [(0.4, 20, True), (0.3, 10, False), (-1.0, 20, False)])
+def test_a_request_calls_where_the_pass_over_its_prompt_can_pay(saving_ms: float, new_tokens: int, calls: bool) -> None:
+    """The pass takes 4 ms, one for each token before the root."""
+    assert request_costs(DEAR, len(PROMPT), new_tokens).prompt_ms == pytest.approx((4.0,))
+    scheduler = LearnedScheduler(eager(), NAMES, NAMES, saving_ms)
+    decoder = Decoder(TARGET, drafters("na"), scheduler, SETTINGS, DEAR, 1.0)
+    metrics = decoder.generate(PROMPT, new_tokens).metrics
+    assert (metrics.calls[1] > 0) == calls
+    assert (metrics.processed[decoder.drafters[1].name] > 0) == calls
+    again = decoder.generate(PROMPT * 20, new_tokens).metrics  # the next request is weighed anew: 100 ms
+    assert again.calls[1] == 0
+
+
+def test_replay_weighs_every_prompt_and_every_drafter_by_itself() -> None:
+    tables = random_tables(0, m=3)
+    tables = replace(tables, prompt_tokens=np.array([20, 200, 30]))
+    costs = replace(tables.costs, drafter_prefill=(None, *tables.costs.drafter_prefill[1:2], DEAR.drafter_prefill[1]))
+    tables = replace(tables, costs=costs)
+    network = eager(2, len(tables.feature_names))
+    assert (decide(network, tables) == 2).all()
+    # Passes take about 0.25, 3 and 0.4 ms in drafter 1, and 20, 200 and 30 in drafter 2; calls can save 2.5 x 10.
+    actions = decide(network, tables, Admission(2.5, 10))
+    for prompt, action in enumerate([2, 1, 1]):
+        assert (actions[tables.prompt_of == prompt] == action).all()
+    assert (decide(network, tables, Admission(0.0, 10)) == 0).all()

@@ -1,0 +1,32 @@
+"""Whether a request calls a drafter model at all: its first call pays for a pass over the prompt.
+
+Margins compare single calls and cannot know of a cost that is paid once a request; it is large where prompts are long
+and answers short. So it is weighed once, when the request begins: what calls save on every token, seen in replay of the
+traces, against the pass. Both go on growing apart the wrong way as the text goes on (the pass becomes longer, what is
+left to save on shorter), so a request that does not admit a drafter at its start never does.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from treegraft.costs import CostModel
+
+
+def admitted(saving_ms: float, new_tokens: int, prompt_ms: ArrayLike) -> NDArray[np.bool_]:
+    """Which passes over a prompt pay for themselves.
+
+    Args:
+        saving_ms: milliseconds that calls save on each token once a drafter knows the prompt.
+        new_tokens: most tokens the request may emit.
+        prompt_ms: of the passes, any shape.
+
+    Returns:
+        bool of that shape.
+    """
+    return np.asarray(prompt_ms, np.float64) < saving_ms * new_tokens
+
+
+def prompt_passes(costs: CostModel, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
+    """Milliseconds of each dearer drafter's pass over prompts of some lengths [n]: [n, m - 1]."""
+    lengths = np.asarray(prompt_tokens)
+    return np.stack([costs.prompt_ms(j, lengths) for j in range(1, len(costs.drafters))], axis=-1)
