@@ -78,7 +78,7 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
     import numpy as np
 
     from treegraft.decoder import request_costs
-    from treegraft.scheduling.features import cost_features, feature_names
+    from treegraft.scheduling.features import feature_names
     from treegraft.values.lattice import Outcomes
     from treegraft.values.tables import build_tables
 
@@ -95,7 +95,7 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
                     outcomes = Outcomes(**{name: stored[name] for name in Outcomes.__dataclass_fields__})
             except (OSError, ValueError, KeyError, BadZipFile) as error:
                 raise UserError(f"{path} is damaged or missing: run `pipeline label {config.slug}` again.") from error
-            constant = cost_features(request_costs(costs, turn["prompt_tokens"], manifest["max_new_tokens"]))
+            constant = request_costs(costs, turn["prompt_tokens"], manifest["max_new_tokens"]).features
             outcomes.features[..., : len(constant)] = constant
             prompts.append((turn["id"], turn["kind"], turn["prompt_tokens"], outcomes))
     settings = config.decoding.settings()

@@ -39,7 +39,7 @@ def reselect(
         candidates &= tree.layer[:n] >= layer - settings.look_back
     if allowed is not None:
         candidates &= allowed
-    return tree.best(np.flatnonzero(candidates), settings.width)
+    return tree.best(candidates.nonzero()[0], settings.width)
 
 
 def plan_call(tree: DraftTree, drafter: int, settings: DraftSettings, layer: int, max_depth: int) -> IntArray:

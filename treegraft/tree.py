@@ -134,7 +134,7 @@ class DraftTree:
 
     def best(self, candidates: IntArray, count: int) -> IntArray:
         """The ``count`` candidates (ascending node indices) of highest score, best first, ties by lower index."""
-        order = np.argsort(-self.score[candidates], kind="stable")
+        order = (-self.score[candidates]).argsort(kind="stable")
         return candidates[order[:count]]
 
     def has_children(self) -> BoolArray:

@@ -6,6 +6,7 @@ nowhere else.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,12 @@ class RequestCosts:
     """Most tokens that it may emit."""
     prompt_ms: tuple[float, ...] = ()
     """What the first call of each drafter but the light one adds for the prompt, [m - 1]."""
+
+    @cached_property
+    def features(self) -> list[float]:
+        """The leading features, which are constant in a request and alone depend on the machine."""
+        ratios = [math.log(ms / self.target_ms) for ms in self.drafter_ms]
+        return [math.log1p(self.prompt_tokens), self.target_ms, *self.drafter_ms, *ratios]
 
 
 @dataclass
@@ -82,12 +89,6 @@ def feature_groups(depth: int, drafters: int) -> dict[str, list[str]]:
     return {"published": names[:text], "text": names[text:tree], "tree": names[tree:]}
 
 
-def cost_features(costs: RequestCosts) -> list[float]:
-    """The leading features, which are constant in a request and alone depend on the machine."""
-    ratios = [math.log(ms / costs.target_ms) for ms in costs.drafter_ms]
-    return [math.log1p(costs.prompt_tokens), costs.target_ms, *costs.drafter_ms, *ratios]
-
-
 def features(state: SchedulingState) -> NDArray[np.float32]:
     """The feature vector of a state, float32 [len(feature_names)].
 
@@ -105,7 +106,7 @@ def features(state: SchedulingState) -> NDArray[np.float32]:
     position = (state.layer / settings.depth, calls / settings.depth)
     text = (math.log1p(outlook.answer_tokens), outlook.match, outlook.chance, outlook.hits, outlook.confidence)
     shape, mass = _bare_root(state) if tree.size == 1 else _grown(state)
-    return np.array([*cost_features(state.costs), *position, *called, *shape, *text, *mass], np.float32)
+    return np.array([*state.costs.features, *position, *called, *shape, *text, *mass], np.float32)
 
 
 def _bare_root(state: SchedulingState) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -121,22 +122,31 @@ def _grown(state: SchedulingState) -> tuple[tuple[float, ...], tuple[float, ...]
     strong, n = tree.drafters - 1, tree.size
     front = tree.frontier.tolist()
     again = reselect(tree, strong, settings, state.layer, state.max_depth).tolist() if strong else front
-    parent, depth = tree.parent[:n].tolist(), tree.depth[:n].tolist()
-    chances = np.exp(tree.score[:n]).tolist()
+    parent, depth, layer = tree.parent[:n].tolist(), tree.depth[:n].tolist(), tree.layer[:n].tolist()
+    score = tree.score[:n].tolist()
+    chance = np.exp(tree.score[:n]).tolist()
     inner = set(parent[1:])
-    front_depth = sum(depth[node] for node in front) / len(front)
-    leaf_share = sum(node not in inner for node in front) / len(front)
-    debt = lookback = overlap = score = 0.0
-    if again:
-        layer, scores = tree.layer[:n].tolist(), tree.score[:n].tolist()
-        debt = front_depth - sum(depth[node] for node in again) / len(again)
-        lookback = sum(layer[node] < state.layer - 1 for node in again) / len(again)
-        overlap = len(set(again).intersection(front)) / settings.width
-        score = sum(scores[node] for node in again) / len(again)
-    mass = (
-        max(chance for chance, above in zip(chances[1:], parent[1:], strict=True) if above == 0),
-        sum(chances) - 1.0,
-        sum(chances[node] for node in front),
-        sum(chances[node] for node in again),
+    front_depth = front_mass = leaves = 0.0
+    for node in front:
+        front_depth += depth[node]
+        front_mass += chance[node]
+        leaves += node not in inner
+    front_depth /= len(front)
+    again_depth = again_mass = again_score = older = shared = 0.0
+    for node in again:
+        again_depth += depth[node]
+        again_mass += chance[node]
+        again_score += score[node]
+        older += layer[node] < state.layer - 1
+        shared += node in front
+    count = len(again) or 1
+    shape = (
+        front_depth,
+        leaves / len(front),
+        front_depth - again_depth / count if again else 0.0,
+        older / count,
+        shared / settings.width,
+        again_score / count,
     )
-    return (front_depth, leaf_share, debt, lookback, overlap, score), mass
+    root = max([chance[node] for node, above in enumerate(parent) if above == 0 and node])
+    return shape, (root, sum(chance) - 1.0, front_mass, again_mass)
