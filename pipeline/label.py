@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from treegraft.values.calibration import Calibration
 
 SCHEMA = 2
-SAFE_NODES = 3  # verified n-gram nodes while answering, before anything is known about the machine
+SAFE_NODES = 3  # verified while answering, before anything is known about the machine
 CALIBRATION_TURNS = 48  # training answers that the calibration is fitted on, spread over the kinds
 
 
@@ -281,20 +281,20 @@ def load_alike(config: "PairConfig", scratch: Path, share: Share) -> "PairModels
 
 
 def answer(config: "PairConfig", models: "PairModels", prompt: Prompt, files: list[Path]) -> None:
-    """The target's answers to a prompt's turns; the n-gram drafter speeds it up without changing it."""
+    """The target's answers to a prompt's turns; one call of the cheapest drafter model a step speeds it up."""
     from treegraft.decoder import Decoder
     from treegraft.pair import encode_turns, make_drafters
     from treegraft.sampling import SamplingSettings, prompt_seed
-    from treegraft.scheduling.policy import never
+    from treegraft.scheduling.policy import FixedSchedule
 
-    light = [i for i, model in enumerate(models.drafters) if model is None]
+    some = tuple(range(min(2, len(models.drafters))))
     settings = dataclasses.replace(config.decoding.settings(), verified_sizes=(SAFE_NODES,))
     answers: list[str] = []
     for path in files:
         if not path.exists():
             # A decoder of its own: buffers grown by earlier turns would make results depend on who did what before.
-            drafters = make_drafters(models, settings.ngram, None, light)
-            decoder = Decoder(models.target, drafters, never(), settings)
+            drafters = make_drafters(models, settings.ngram, None, some)
+            decoder = Decoder(models.target, drafters, FixedSchedule(some[1:]), settings)
             tokens = encode_turns(models.target, prompt.turns, answers)
             sampling = SamplingSettings(config.label.temperature, seed=prompt_seed(config.seed, tokens))
             generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens, sampling)
