@@ -192,7 +192,8 @@ def ablation_section(
         }
         tables.append(_ablation_table(what, found, measures, base, full))
     list(steps)  # says that all is done
-    noise = f"changes up to {_speed(full.spread(measures))} are no larger than those from seed to seed"
+    noise = f"changes up to {_speed(full.spread(measures))} are no larger than those from seed to seed.\n"
+    noise += "The range of a few seeds is the least that noise amounts to: a change just above it is no finding"
     if len(full.runs) == 1:
         noise = "with one seed nobody can tell which changes are noise"
     return f"""## Ablation
