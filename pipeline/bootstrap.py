@@ -15,11 +15,11 @@ class Sums:
     """Tokens of one method and what they took, summed over the turns and repeats of each prompt."""
 
     tokens: np.ndarray  # float64 [prompts]
-    taken: np.ndarray  # float64 [prompts], in seconds or in steps
+    taken: np.ndarray  # float64 [prompts], in seconds, in milliseconds or in steps
 
     @property
     def rate(self) -> float:
-        """Tokens per second (or step) over all prompts."""
+        """Tokens per second (or millisecond, or step) over all prompts."""
         return float(self.tokens.sum() / self.taken.sum())
 
     def drawn_rates(self, draws: np.ndarray) -> np.ndarray:

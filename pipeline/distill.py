@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeline.params import PairConfig
     from pipeline.student import FittedStudent
     from treegraft.scheduling.checkpoint import SchedulerConfig
+    from treegraft.values.replay import ReplayResult
     from treegraft.values.tables import OutcomeTables
 
 SCHEMA = "treegraft.distill/1"
@@ -157,6 +158,13 @@ def _captured(rates: dict[str, float], names: list[str]) -> dict[str, float | No
 
 def cross_validate(tables: "OutcomeTables", states: LabelledStates) -> dict[str, Any]:
     """Every baseline's replayed rate on the training tables, each prompt decided by a model that never saw it."""
+    folds, results = out_of_fold(tables, states)
+    rates = {name: None if result is None else result.tokens_per_ms for name, result in results.items()}
+    return {"folds": folds, "tokens_per_ms": rates}
+
+
+def out_of_fold(tables: "OutcomeTables", states: LabelledStates) -> "tuple[int, dict[str, ReplayResult | None]]":
+    """The number of folds and each baseline's replay in them; None where a single question leaves no fold."""
     import numpy as np
 
     from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
@@ -167,14 +175,14 @@ def cross_validate(tables: "OutcomeTables", states: LabelledStates) -> dict[str,
     # Turns of one prompt (<kind>/<question>/<turn>) stay together.
     prompts = np.array([turn.rsplit("/", 1)[0] for turn in tables.prompt_ids])
     folds = list(grouped_folds(np.repeat(prompts[tables.prompt_of], states_each), FOLDS))
-    rates: dict[str, float | None] = dict.fromkeys(BASELINES)
+    results: dict[str, ReplayResult | None] = dict.fromkeys(BASELINES)
     for name in BASELINES if folds else ():
         actions = np.zeros(positions * states_each, dtype=np.int64)
         for fitted, held_out in folds:
             rows = LabelledStates(states.features[fitted], states.margins[fitted], states.weights[fitted])
             actions[held_out] = greedy_actions(fit_baseline(name, rows)(states.features[held_out]))
-        rates[name] = replay(tables, actions.reshape(positions, states_each)).tokens_per_ms
-    return {"folds": len(folds), "tokens_per_ms": rates}
+        results[name] = replay(tables, actions.reshape(positions, states_each))
+    return len(folds), results
 
 
 def _size(tables: "OutcomeTables") -> dict[str, int]:
