@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _tune(options.pair, options.set, options.trials, options.workers)
         if options.stage == "compare":
             return _compare(options.earlier, options.later, options.fail_if_slower)
+        if options.stage == "onnx":
+            return _onnx(options.pair)
         if options.stage == "all":
             return _run_all(options.pair, options.set)
         return _run_stage(
@@ -96,6 +98,14 @@ def _tune(pair: str, overrides: Sequence[str], trials: int | None, workers: int 
     own = {"trials": trials, "workers": workers}
     config = _load(pair, [*overrides, *(f"tune.{key}={value}" for key, value in own.items() if value is not None)])
     from pipeline.tune import run
+
+    run(config)
+    return 0
+
+
+def _onnx(pair: str) -> int:
+    config = _load(pair, ())
+    from pipeline.onnx_export import run
 
     run(config)
     return 0
@@ -226,6 +236,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(tune)
     tune.add_argument("--trials", type=int, metavar="N", help="finished trials in all (default: tune.trials)")
     tune.add_argument("--workers", type=int, metavar="K", help="processes that work at it (default: tune.workers)")
+    onnx = commands.add_parser(
+        "onnx",
+        help="write a pair's scheduler as an ONNX file; no part of all",
+        description="Write the network of a pair's scheduler as ONNX, features in and margins out, and keep the "
+        "file only if it gives the margins that the scheduler gives. Needs onnx: pip install -e '.[onnx]'.",
+        epilog="reads:\n  models/schedulers/<pair>/\nwrites:\n  models/schedulers/<pair>/model.onnx",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    onnx.add_argument("pair", help="a pair of params.yaml, such as smollm2-135m")
     validate = commands.add_parser(
         "validate",
         help="check a trace folder and list all its faults",

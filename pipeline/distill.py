@@ -4,7 +4,7 @@ Reads data/traces/<pair>/ (states with labels, outcomes of every schedule, and t
 they were made with). Trains students by policy iteration (pipeline/students.py); the epoch, the round and the seed are
 all chosen by the replayed speed on the validation prompts, a loss decides nothing. Writes::
 
-    models/schedulers/<pair>/     the best student (treegraft/scheduling/checkpoint.py)
+    models/schedulers/<pair>/     the best student (treegraft/scheduling/checkpoint.py); another one's model.onnx goes
     reports/<pair>/distill.json   its replayed speed beside fixed policies, simpler learners and the oracle
     .treegraft/<pair>/distill/    finished fits, from which a killed run goes on to the same bytes
 """
@@ -46,7 +46,7 @@ def run(config: "PairConfig") -> None:
         UserError: traces that are missing, incomplete, not finite or made under other settings; training that diverges.
     """
     from pipeline.files import write_json
-    from treegraft.scheduling.checkpoint import save_scheduler
+    from treegraft.scheduling.checkpoint import ONNX_FILE, save_scheduler
 
     inputs = read_inputs(config).with_features(config.distill.features)
     digest = fits_digest(config, config.distill.model_dump(mode="json"))
@@ -54,9 +54,13 @@ def run(config: "PairConfig") -> None:
         fits = finish_fits(config, inputs, digest)
         best = choose(fits)
         metrics = measure(config, inputs, fits, best)
+    onnx = config.paths.scheduler / ONNX_FILE
+    had_onnx = onnx.exists()
     save_scheduler(
         config.paths.scheduler, best.student.network, _scheduler_config(config, inputs, digest, best, metrics)
     )
+    if had_onnx and not onnx.exists():
+        print(f"{onnx} was of the earlier scheduler and is removed: `pipeline onnx {config.slug}` writes it anew.")
     write_json(config.paths.distill_metrics, metrics)
 
 

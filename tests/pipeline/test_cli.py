@@ -55,7 +55,18 @@ def test_help_lists_every_stage_and_says_what_it_reads_and_writes(capsys: pytest
 
 def test_help_and_mistakes_import_nothing_heavy() -> None:
     """Not the time is tested, which varies, but its cause."""
-    heavy = {"torch", "transformers", "lightning", "sklearn", "datasets", "optuna", "pyarrow", "jinja2", "numpy"}
+    heavy = {
+        "torch",
+        "transformers",
+        "lightning",
+        "sklearn",
+        "datasets",
+        "optuna",
+        "pyarrow",
+        "jinja2",
+        "numpy",
+        "onnx",
+    }
     program = (
         "import sys\n"
         "from pipeline.cli import main\n"

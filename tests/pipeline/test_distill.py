@@ -329,6 +329,25 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
     assert outputs(config) == undisturbed
 
 
+def test_another_scheduler_takes_the_onnx_file_with_it_and_says_so(
+    config: PairConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.baselines.BASELINES", ("linear",))
+    config = config.model_copy(update={"distill": config.distill.model_copy(update={"epochs": 1})})
+    distill.run(config)
+    onnx = config.paths.scheduler / "model.onnx"
+    onnx.write_bytes(b"of the first")
+    capsys.readouterr()
+    chosen = distill.choose
+    distill.run(config)  # the same again
+    assert onnx.exists()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(distill, "choose", lambda fits: next(fit for fit in fits if fit is not chosen(fits)))
+    distill.run(config)
+    assert not onnx.exists()
+    assert "was of the earlier scheduler" in capsys.readouterr().out
+
+
 def test_groups_of_features_that_are_left_out_are_in_neither_student_nor_checkpoint(config: PairConfig) -> None:
     some = config.model_copy(update={"distill": config.distill.model_copy(update={"features": ("tree",)})})
     distill.run(some)

@@ -6,6 +6,7 @@
         model.safetensors   layers.<i>.weight [inputs, outputs] and layers.<i>.bias [outputs], float32
         config.json         SchedulerConfig; names the weights it belongs to by their SHA-256
         README.md           the card, written from config.json alone
+        model.onnx          only if `pipeline onnx` was run: the network for other runtimes; never read here
 
 Equal weights and configuration give equal bytes. All is checked once, on loading; the decoder trusts it afterwards.
 A kill while saving leaves a whole export: the files are written beside their places first and renamed into them at the
@@ -37,6 +38,7 @@ SCHEMA = "treegraft.scheduler/1"
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
+ONNX_FILE = "model.onnx"
 _UNFINISHED = ".tmp"  # suffix of a file that is not in its place yet; .dvcignore and .gitignore know it
 
 
@@ -116,7 +118,7 @@ def save_scheduler(folder: Path, network: MarginNetwork, config: SchedulerConfig
     """Write a checkpoint that ``load_scheduler`` accepts, replacing an earlier one at the very end.
 
     ``network``'s means and scales must be those of ``config``. Returns the configuration as stored (with the digest of
-    the weights).
+    the weights). A model.onnx of an earlier scheduler is removed; one beside these very files stays.
 
     Raises:
         UserError: the network does not fit the configuration, or a number is not finite; nothing is written.
@@ -134,6 +136,9 @@ def save_scheduler(folder: Path, network: MarginNetwork, config: SchedulerConfig
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         _write_flushed(folder / (name + _UNFINISHED), content)
+    if not all(_holds(folder / name, content) for name, content in files.items()):
+        # Before the renames: a kill then leaves none, never another scheduler's. It cannot be renewed without onnx.
+        (folder / ONNX_FILE).unlink(missing_ok=True)
     for name in files:  # config.json last
         os.replace(folder / (name + _UNFINISHED), folder / name)
     _flush_folder(folder)
@@ -244,6 +249,7 @@ margins = network.margins(features)  # features [{len(config.feature_names)}], i
 ```
 
 Files: `model.safetensors` (weights), `config.json` (all else, with provenance). This card is written from config.json.
+`pipeline onnx {config.pair}` adds `model.onnx`: the same network for other runtimes, features in, margins out.
 """
 
 
@@ -446,6 +452,10 @@ def _write_flushed(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == data
 
 
 def _flush_folder(folder: Path) -> None:

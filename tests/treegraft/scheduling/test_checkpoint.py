@@ -81,6 +81,28 @@ def test_a_second_save_replaces_everything(tmp_path: Path) -> None:
     assert contents(tmp_path / "old") == contents(tmp_path / "fresh")
 
 
+def test_an_onnx_file_stays_beside_the_very_scheduler_that_it_was_made_of(tmp_path: Path) -> None:
+    """Weights alone do not tell: means, scales and names are in the configuration."""
+    network, config = make()
+    moved = MarginNetwork(network.weights, network.biases, network.means + 1, network.scales)
+    for other in (make(seed=1), (moved, replace(config, means=tuple(moved.means.tolist())))):
+        save_scheduler(tmp_path, network, config)
+        (tmp_path / "model.onnx").write_bytes(b"of the first")
+        save_scheduler(tmp_path, network, config)
+        assert (tmp_path / "model.onnx").read_bytes() == b"of the first"
+        save_scheduler(tmp_path, *other)
+        assert set(contents(tmp_path)) == {"model.safetensors", "config.json", "README.md"}
+
+
+def test_a_refused_save_leaves_the_onnx_file(tmp_path: Path) -> None:
+    network, config = make()
+    save_scheduler(tmp_path, network, config)
+    (tmp_path / "model.onnx").write_bytes(b"good")
+    with pytest.raises(UserError):
+        save_scheduler(tmp_path, network, replace(config, depth=3))
+    assert (tmp_path / "model.onnx").exists()
+
+
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_kill_while_saving_leaves_a_whole_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
@@ -88,6 +110,7 @@ def test_a_kill_while_saving_leaves_a_whole_export(
     """Before the first rename it is the earlier one, after it the new one: never a mixture."""
     old, new = make(seed=0, hidden=(9,)), make(seed=1)
     save_scheduler(tmp_path, *old)
+    (tmp_path / "model.onnx").write_bytes(b"of the earlier one")
     done = 0
 
     def killed(source: Path, target: Path) -> None:
@@ -101,6 +124,7 @@ def test_a_kill_while_saving_leaves_a_whole_export(
         patch.setattr(checkpoint.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             save_scheduler(tmp_path, *new)
+    assert not (tmp_path / "model.onnx").exists()
     expected = new if renames else old
     network, config = load_scheduler(tmp_path)
     assert config.hidden == expected[1].hidden
@@ -301,6 +325,7 @@ def test_the_card_says_what_a_user_needs() -> None:
         "chat, maths",
         "| student | 0.05000 | 1.667 | - | - |",
         "load_scheduler",
+        "`pipeline onnx toy` adds `model.onnx`",
         "Limits",
     ):
         assert part in text
