@@ -30,7 +30,8 @@ class Fit:
     round: int
     student: "FittedStudent"
     train: float
-    """Replayed tokens per ms on the training tables, drafters' passes over prompts left out."""
+    """Replayed tokens per ms on the training tables, drafters' passes over prompts left out; of the general student
+    of several cells (pipeline/generalize.py) the mean of these over each cell's best fixed schedule."""
     validation: float
     """The same on the validation tables."""
 
@@ -105,7 +106,7 @@ def fit_one(
         return speed
 
     states = labelled(inputs.train, None if before is None else before.student.network)
-    return fit_states(config, states, watched, seed)
+    return fit_states(config, by_visits(config, states), watched, seed)
 
 
 def replayed_speed(inputs: "Inputs", before: Fit | None) -> "Callable[[MarginNetwork], float]":
@@ -121,6 +122,14 @@ def replayed_speed(inputs: "Inputs", before: Fit | None) -> "Callable[[MarginNet
     return lambda candidate: replay(validation, decide(candidate, validation), rate).warm_tokens_per_ms
 
 
+def by_visits(config: "PairConfig", states: LabelledStates) -> LabelledStates:
+    """The rows with the weights that section distill makes of their visits."""
+    import numpy as np
+
+    visited = states.weights > 0  # 0 leaves a row out, whatever the exponent
+    return replace(states, weights=np.where(visited, states.weights**config.distill.visit_exponent, 0.0))
+
+
 def fit_states(
     config: "PairConfig", states: LabelledStates, score: "Callable[[MarginNetwork], float]", seed: int
 ) -> "FittedStudent":
@@ -130,8 +139,6 @@ def fit_states(
     from pipeline.student import fit_student
 
     settings = config.distill
-    visited = states.weights > 0  # 0 leaves a row out, whatever the exponent
-    states = replace(states, weights=np.where(visited, states.weights**settings.visit_exponent, 0.0))
     # Independent streams for every pair of seeds, in the 32 bits that numpy's and torch's generators share.
     mixed = int(np.random.SeedSequence([config.seed, seed]).generate_state(1)[0])
     return fit_student(
