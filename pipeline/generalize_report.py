@@ -165,7 +165,8 @@ def markdown(report: dict[str, Any]) -> str:
         "| over the better single drafter, mean | cells | best fixed | own | general | oracle | kept |",
         "|---|" + "---:|" * 6,
     ]
-    for group, row in report["groups"].items():
+    for group in (group for group in GROUPS if group in report["groups"]):
+        row = report["groups"][group]
         speeds = " | ".join(f"{row[f'{method}_over_single']:.3f}" for method in ("fixed", "own", "general", "oracle"))
         lines.append(f"| {GROUPS[group]} | {row['cells']} | {speeds} | {_share(row['kept'])} |")
     return "\n".join(lines)
