@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _validate(options.folder)
         if options.stage == "tune":
             return _tune(options.pair, options.set, options.trials, options.workers)
+        if options.stage == "generalize":
+            return _generalize(options.name, options.pairs, options.held_out, options.set)
         if options.stage == "compare":
             return _compare(options.earlier, options.later, options.fail_if_slower)
         if options.stage == "onnx":
@@ -108,6 +110,14 @@ def _onnx(pair: str) -> int:
     from pipeline.onnx_export import run
 
     run(config)
+    return 0
+
+
+def _generalize(name: str, pairs: Sequence[str], held_out: Sequence[str], overrides: Sequence[str]) -> int:
+    trained, tested = ([_load(pair, overrides) for pair in group] for group in (pairs, held_out))
+    from pipeline.generalize import run
+
+    run(name, trained, tested)
     return 0
 
 
@@ -245,6 +255,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     onnx.add_argument("pair", help="a pair of params.yaml, such as smollm2-135m")
+    generalize = commands.add_parser(
+        "generalize",
+        help="train one scheduler for several pairs and machines and test it on new ones; no part of all",
+        description="Train one student on the traces of several pairs, under the costs that were measured and under "
+        "those of imagined hardware, and compare its replayed speed on test prompts with that of students made for "
+        "one pair and one machine. Held-out pairs and regimes are only tested on. Goes on where a killed run ended.",
+        epilog="reads:\n  data/traces/<pair>/ of every pair\n"
+        "  params.yaml: decoding of every pair; distill, traces, seed of the first\n"
+        "writes:\n  .treegraft/<name>/generalize/\n  reports/<name>/generalize.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generalize.add_argument("name", help="of the report")
+    generalize.add_argument("--pairs", nargs="+", required=True, metavar="PAIR", help="pairs to train on")
+    generalize.add_argument("--held-out", nargs="+", default=[], metavar="PAIR", help="pairs to test on alone")
+    _add_set(generalize)
     validate = commands.add_parser(
         "validate",
         help="check a trace folder and list all its faults",
@@ -270,6 +295,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument("pair", help="a pair of params.yaml, such as smollm2-135m")
+    _add_set(command)
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set",
         action="append",

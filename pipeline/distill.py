@@ -17,13 +17,13 @@ from pipeline.labelled import LabelledStates
 from pipeline.students import (
     Fit,
     admission_of,
+    choose,
     fit_one,
     follow,
+    kept,
     labelled,
     one_thread,
     rounds,
-    store,
-    stored,
     train_students,
 )
 
@@ -64,11 +64,6 @@ def run(config: "PairConfig") -> None:
     write_json(config.paths.distill_metrics, metrics)
 
 
-def choose(fits: list[Fit]) -> Fit:
-    """The fit with the best replayed speed on validation; at a tie the earlier round, then the earlier seed."""
-    return max(fits, key=lambda fit: (fit.validation, -fit.round, -fits.index(fit)))
-
-
 def finish_fits(config: "PairConfig", inputs: Inputs, digest: str) -> list[Fit]:
     """All fits; those that an earlier, killed run finished are taken from the scratch folder.
 
@@ -80,11 +75,7 @@ def finish_fits(config: "PairConfig", inputs: Inputs, digest: str) -> list[Fit]:
 
     def fit(seed: int, number: int, before: Fit | None) -> "FittedStudent":
         path = folder / f"seed-{seed}-round-{number}.safetensors"
-        student = stored(path)
-        if student is None:
-            student = fit_one(config, inputs, seed, before)
-            store(path, student)
-        return student
+        return kept(path, lambda: fit_one(config, inputs, seed, before))
 
     return train_students(inputs, progress(rounds(config), desc="distill", unit="fit"), fit)
 

@@ -30,7 +30,8 @@ class Fit:
     round: int
     student: "FittedStudent"
     train: float
-    """Replayed tokens per ms on the training tables, drafters' passes over prompts left out."""
+    """Replayed tokens per ms on the training tables, drafters' passes over prompts left out; of the general student
+    of several cells (pipeline/generalize.py) the mean of these over each cell's best fixed schedule."""
     validation: float
     """The same on the validation tables."""
 
@@ -43,9 +44,23 @@ def rounds(config: "PairConfig") -> list[tuple[int, int]]:
 def train_students(
     inputs: "Inputs", work: Iterable[tuple[int, int]], fit: "Callable[[int, int, Fit | None], FittedStudent]"
 ) -> list[Fit]:
+    """All fits of ``work`` on one pair's tables; see ``train_rounds``."""
+
+    def speeds(network: "MarginNetwork") -> tuple[float, float]:
+        train, validation = (follow(network, part).warm_tokens_per_ms for part in (inputs.train, inputs.validation))
+        return train, validation
+
+    return train_rounds(work, fit, speeds)
+
+
+def train_rounds(
+    work: Iterable[tuple[int, int]],
+    fit: "Callable[[int, int, Fit | None], FittedStudent]",
+    speeds: "Callable[[MarginNetwork], tuple[float, float]]",
+) -> list[Fit]:
     """All fits of ``work`` (see ``rounds``); a seed ends early when a round is no faster than the one before.
 
-    ``fit``: (seed, round, the fit of the round before) -> student.
+    ``fit``: (seed, round, the fit of the round before) -> student; ``speeds``: a student's on training and validation.
     """
     fits: list[Fit] = []
     for seed, number in work:
@@ -53,9 +68,22 @@ def train_students(
         if len(before) < number or (number >= 2 and before[-1].validation <= before[-2].validation):
             continue  # this seed has ended
         student = fit(seed, number, before[-1] if before else None)
-        rates = [follow(student.network, tables).warm_tokens_per_ms for tables in (inputs.train, inputs.validation)]
-        fits.append(Fit(seed, number, student, *rates))
+        fits.append(Fit(seed, number, student, *speeds(student.network)))
     return fits
+
+
+def choose(fits: list[Fit]) -> Fit:
+    """The fit with the best replayed speed on validation; at a tie the earlier round, then the earlier seed."""
+    return max(fits, key=lambda fit: (fit.validation, -fit.round, -fits.index(fit)))
+
+
+def kept(path: Path, fit: "Callable[[], FittedStudent]") -> "FittedStudent":
+    """The student stored in ``path``, or the one that ``fit`` trains, which is stored there."""
+    student = stored(path)
+    if student is None:
+        student = fit()
+        store(path, student)
+    return student
 
 
 def fit_one(
@@ -69,25 +97,48 @@ def fit_one(
 
     ``watch`` gets the replayed validation speed after every epoch; what it raises ends the training.
     """
-    import numpy as np
 
-    from pipeline.student import fit_student
-    from treegraft.values.replay import fixed_actions, replay
+    score = replayed_speed(inputs, before)
 
-    settings, validation = config.distill, inputs.validation
-    network = None if before is None else before.student.network
-    # One rate for the verified sizes throughout a fit: a policy's own is a fixed point that takes several replays.
-    start = fixed_actions(validation, inputs.best_fixed) if network is None else decide(network, validation)
-    rate = replay(validation, start).decode_rate
-
-    def score(candidate: "MarginNetwork") -> float:
-        speed = replay(validation, decide(candidate, validation), rate).warm_tokens_per_ms
+    def watched(candidate: "MarginNetwork") -> float:
+        speed = score(candidate)
         watch(speed)
         return speed
 
-    states = labelled(inputs.train, network)
+    states = labelled(inputs.train, None if before is None else before.student.network)
+    return fit_states(config, by_visits(config, states), watched, seed)
+
+
+def replayed_speed(inputs: "Inputs", before: Fit | None) -> "Callable[[MarginNetwork], float]":
+    """What scores the students of one fit: tokens per ms on the validation prompts, passes over prompts left out."""
+    from treegraft.values.replay import fixed_actions, replay
+
+    validation = inputs.validation
+    # One rate for the verified sizes throughout a fit: a policy's own is a fixed point that takes several replays.
+    start = (
+        fixed_actions(validation, inputs.best_fixed) if before is None else decide(before.student.network, validation)
+    )
+    rate = replay(validation, start).decode_rate
+    return lambda candidate: replay(validation, decide(candidate, validation), rate).warm_tokens_per_ms
+
+
+def by_visits(config: "PairConfig", states: LabelledStates) -> LabelledStates:
+    """The rows with the weights that section distill makes of their visits."""
+    import numpy as np
+
     visited = states.weights > 0  # 0 leaves a row out, whatever the exponent
-    states = replace(states, weights=np.where(visited, states.weights**settings.visit_exponent, 0.0))
+    return replace(states, weights=np.where(visited, states.weights**config.distill.visit_exponent, 0.0))
+
+
+def fit_states(
+    config: "PairConfig", states: LabelledStates, score: "Callable[[MarginNetwork], float]", seed: int
+) -> "FittedStudent":
+    """Train one student on labelled states with the settings of section distill."""
+    import numpy as np
+
+    from pipeline.student import fit_student
+
+    settings = config.distill
     # Independent streams for every pair of seeds, in the 32 bits that numpy's and torch's generators share.
     mixed = int(np.random.SeedSequence([config.seed, seed]).generate_state(1)[0])
     return fit_student(

@@ -1,7 +1,6 @@
 """Stage traces: labels every scheduling state and writes the two Parquet tables.
 
-Policy iteration runs on the training prompts: start from the best fixed schedule, label, fit a quick learner that
-decides each prompt without having seen it, replay, relabel. The labels of validation and test follow the same final
+Policy iteration runs on the training prompts (pipeline/relabel.py). The labels of validation and test follow its final
 learner, so all three tables mean the same.
 """
 
@@ -10,27 +9,25 @@ from zipfile import BadZipFile
 
 from pipeline.files import read_json, replacing_folder, write_json, write_text
 from pipeline.label import read_manifest
-from pipeline.labelled import LabelledStates, Predict, decide, rows_of
+from pipeline.labelled import decide
 from pipeline.profile import load_costs, read_profile
 from pipeline.progress import log
 from pipeline.prompts import SPLITS
+from pipeline.relabel import fit_learner, label_training
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     from pipeline.params import PairConfig
     from treegraft.values.tables import OutcomeTables
-    from treegraft.values.values import FloatArray, IntArray
-
-FOLDS = 4  # each training prompt is decided by a learner fitted on the other three quarters
 
 
 def run(config: "PairConfig") -> None:
     """Label all splits, write data/traces/<pair>/ and reports/<pair>/traces.json."""
-    from treegraft.values.replay import best_fixed, fixed_actions, replay
+    from treegraft.values.replay import fixed_actions, replay
     from treegraft.values.schema import data_card
     from treegraft.values.statistics import split_statistics
     from treegraft.values.traces import trace_manifest, write_split
-    from treegraft.values.values import margins, policy_iteration, visit_weights
+    from treegraft.values.values import margins, visit_weights
 
     manifest = read_manifest(config)
     calibration = read_json(config.paths.outcomes / "calibration.json", f"run `pipeline label {config.slug}` again")
@@ -40,11 +37,10 @@ def run(config: "PairConfig") -> None:
         raise UserError(
             f"{config.slug} has one drafter, so there is nothing to schedule; add a dearer one to params.yaml."
         )
-    schedule = best_fixed(train)
-    start = fixed_actions(train, schedule)
-    labels = policy_iteration(train, start, fit_out_of_fold, config.traces.policy_iterations)
+    trained = label_training(train, config.traces.policy_iterations)
+    schedule, labels = trained.schedule, trained.labelling
     log("traces: replayed tokens/s by round of policy iteration: " + ", ".join(f"{1000 * r:.2f}" for r in labels.rates))
-    labelled = {"train": train.labelled(labels.margins, labels.visits)}
+    labelled = {"train": trained.labelled(train)}
     policy = {"train": labels.actions}
     learner = None if labels.learnt_from is None else fit_learner(train, *labels.learnt_from)
     for split in SPLITS[1:]:
@@ -100,29 +96,3 @@ def load_split(config: "PairConfig", manifest: dict[str, Any], split: str) -> "O
             prompts.append((turn["id"], turn["kind"], turn["prompt_tokens"], outcomes))
     settings = config.decoding.settings()
     return build_tables(prompts, feature_names(settings.depth, m), m, settings.depth, settings.verified_sizes, costs)
-
-
-def fit_learner(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> Predict:
-    """Features [n, F] -> margins [n, m - 1]: quick, only meant to find the policy under which margins are measured."""
-    import numpy as np
-
-    from pipeline.baselines import fit_baseline
-
-    labels = margins.reshape(-1, margins.shape[-1]).astype(np.float32)
-    states = LabelledStates(rows_of(tables.features), labels, visits.ravel().astype(np.float32))
-    return fit_baseline("gradient_boosting", states)
-
-
-def fit_out_of_fold(tables: "OutcomeTables", margins: "FloatArray", visits: "FloatArray") -> "IntArray":
-    """Actions in every state, each question's from a learner fitted on the other folds' questions: int64 [P, S]."""
-    import numpy as np
-
-    from pipeline.baselines import grouped_folds
-
-    # A question's turns share a fold: ids are <kind>/<question>/<turn>.
-    questions = np.array([prompt.rsplit("/", 1)[0] for prompt in tables.prompt_ids])
-    actions = np.zeros(tables.features.shape[:2], np.int64)
-    for fitted, held_out in grouped_folds(questions[tables.prompt_of], FOLDS):
-        rest, part = (tables.select(np.unique(tables.prompt_of[rows])) for rows in (fitted, held_out))
-        actions[held_out] = decide(fit_learner(rest, margins[fitted], visits[fitted]), part)
-    return actions
