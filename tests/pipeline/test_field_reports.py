@@ -23,7 +23,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline import cli, distill, provenance
+from pipeline import cli, distill, provenance, students
 from pipeline.evaluate import measure
 from pipeline.params import PairConfig, load_pair
 from pipeline.prompts import Prompt
@@ -252,14 +252,14 @@ def test_distill_killed_after_every_fit_does_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("pipeline.baselines.BASELINES", ("linear",))
-    real, done, kills = distill.store, [], 0
+    real, done, kills = students.store, [], 0
 
     def stored_then_killed(path: Path, student: Any) -> None:
         real(path, student)
         done.append(path.name)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(distill, "store", stored_then_killed)
+    monkeypatch.setattr(students, "store", stored_then_killed)
     while True:
         try:
             distill.run(distill_config)

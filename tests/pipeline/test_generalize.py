@@ -189,7 +189,8 @@ def spoiled(tables: OutcomeTables) -> OutcomeTables:
 
 
 def poisoned(inputs: Inputs) -> Inputs:
-    return replace(inputs, **{split: spoiled(getattr(inputs, split)) for split in ("train", "validation", "test")})
+    train, validation, test = (spoiled(part) for part in (inputs.train, inputs.validation, inputs.test))
+    return replace(inputs, train=train, validation=validation, test=test)
 
 
 def test_a_pair_on_a_machine_that_is_slower_in_everything_gives_the_same_student(
@@ -304,7 +305,7 @@ def test_the_share_of_the_gain() -> None:
 
 
 def test_the_strong_drafter_gets_its_best_depth(inputs: Inputs) -> None:
-    plans = ((1,), (1, 1))
+    plans: tuple[tuple[int, ...], ...] = ((1,), (1, 1))
     speeds = {plan: replay_fixed(inputs.validation, plan).tokens_per_ms for plan in plans}
     assert best_strong(inputs) == max(plans, key=lambda plan: speeds[plan])
 

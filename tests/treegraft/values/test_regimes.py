@@ -131,11 +131,11 @@ def test_regimes_have_their_ratio_and_slope(regime: Regime) -> None:
     for curves, others in ((after.drafters, before.drafters), (after.drafter_prefill, before.drafter_prefill)):
         assert curves[0] is None
         for j in (1, 2):
-            curve, other = curves[j], others[j]
-            assert curve is not None
-            assert other is not None
-            rise = other.ms(tokens, 30) - other.ms(1, 30)
-            np.testing.assert_allclose(curve.ms(tokens, 30), factor * (other.ms(1, 30) + regime.slope * rise))
+            scaled, own = curves[j], others[j]
+            assert scaled is not None
+            assert own is not None
+            rise = own.ms(tokens, 30) - own.ms(1, 30)
+            np.testing.assert_allclose(scaled.ms(tokens, 30), factor * (own.ms(1, 30) + regime.slope * rise))
     for name in ("light_ms", "scheduler_ms", "step_ms"):
         assert getattr(after, name) == getattr(before, name)
 
