@@ -120,7 +120,6 @@ def check_alike(trained: "Sequence[PairConfig]", held_out: "Sequence[PairConfig]
     for config in (*trained[1:], *held_out):
         for what, wanted, found in (
             ("decoding.depth", first.decoding.depth, config.decoding.depth),
-            ("decoding.width", first.decoding.width, config.decoding.width),
             ("number of drafters", len(first.drafters), len(config.drafters)),
         ):
             if wanted != found:

@@ -267,7 +267,6 @@ def test_pairs_that_do_not_fit_are_refused() -> None:
     check_alike([first], [pair(SECOND)])
     for change, sentence in (
         ("decoding.depth=3", "decoding.depth 3 and smollm2-135m has 2"),
-        ("decoding.width=5", "decoding.width 5 and smollm2-135m has 4"),
     ):
         for groups in (([first, pair(SECOND, change)], []), ([first], [pair(SECOND, change)])):
             with pytest.raises(UserError, match=f"{SECOND} has {sentence}"):
