@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,8 @@ def test_a_scheduler_that_always_calls_is_reported_as_a_loss(copy_of: Path) -> N
     network, config = load_scheduler(folder)
     weights = [np.zeros_like(weight) for weight in network.weights]
     biases = [np.zeros_like(bias) for bias in network.biases[:-1]] + [np.ones_like(network.biases[-1])]
-    save_scheduler(folder, MarginNetwork(weights, biases, network.means, network.scales), config)
+    eager = replace(config, saving_ms=1e6)  # no prompt is too long for it
+    save_scheduler(folder, MarginNetwork(weights, biases, network.means, network.scales), eager)
     assert stage("evaluate", "--set", "evaluate.hf_baselines=false") == 0
     runs = copy_of / f"data/evaluation/{SLUG}/runs.jsonl"
     rows = [json.loads(line) for line in runs.read_text().splitlines()]

@@ -29,4 +29,7 @@ def admitted(saving_ms: float, new_tokens: int, prompt_ms: ArrayLike) -> NDArray
 def prompt_passes(costs: CostModel, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
     """Milliseconds of each dearer drafter's pass over prompts of some lengths [n]: [n, m - 1]."""
     lengths = np.asarray(prompt_tokens)
-    return np.stack([costs.prompt_ms(j, lengths) for j in range(1, len(costs.drafters))], axis=-1)
+    passes = np.zeros((*lengths.shape, len(costs.drafters) - 1))
+    for j in range(1, len(costs.drafters)):
+        passes[..., j - 1] = costs.prompt_ms(j, lengths)
+    return passes
