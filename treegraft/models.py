@@ -156,7 +156,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def resolve_drafter_dtype(name: str, device: torch.device, target: torch.dtype) -> torch.dtype:
     """As ``resolve_dtype``, with `int8`: weights and activations in int8, everything else in float32.
 
-    auto: int8 on CPUs, where it drafts up to four times as fast (docs/decisions.md); the target's dtype elsewhere.
+    auto: int8 on CPUs, where it drafts two to three times as fast (docs/decisions.md); the target's dtype elsewhere.
     """
     if name == "auto":
         return torch.int8 if device.type == "cpu" and can_quantize() else target
