@@ -1,15 +1,23 @@
 """A request calls a drafter only if the pass over its prompt can pay; decoder and replay agree on which do."""
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from pipeline.evaluate import decisions
 from pipeline.labelled import Admission, decide
 from tests.treegraft.test_decoder import FREE, SETTINGS, TARGET, drafters
+from tests.treegraft.tiny_scheduler import make_scheduler
 from tests.treegraft.values.toy import random_tables
+from treegraft.api import TreeGraft
 from treegraft.costs import LatencyCurve
 from treegraft.decoder import Decoder, request_costs
+from treegraft.scheduling.admission import prompt_passes
+from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
 from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.scheduling.policy import LearnedScheduler
@@ -50,3 +58,29 @@ def test_replay_weighs_every_prompt_and_every_drafter_by_itself() -> None:
     for prompt, action in enumerate([2, 1, 1]):
         assert (actions[tables.prompt_of == prompt] == action).all()
     assert (decide(network, tables, Admission(0.0, 10)) == 0).all()
+
+
+def test_evaluation_replays_what_it_measures() -> None:
+    """The replay beside a measurement weighs requests by the checkpoint's saving and the measured length."""
+    tables = random_tables(0)
+    passes = prompt_passes(tables.costs, tables.prompt_tokens)[:, 0]
+    network = eager(1, len(tables.feature_names))
+    for new_tokens, calling in ((10, True), (1, False)):  # a saving of 1/5 of the dearest pass a token
+        bench = SimpleNamespace(
+            network=network,
+            tables={"test": tables},
+            scheduler=SimpleNamespace(saving_ms=passes.max() / 5),
+            config=SimpleNamespace(evaluate=SimpleNamespace(max_new_tokens=new_tokens)),
+        )
+        assert (decisions(bench) == calling).all()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("saving_ms", [1000.0, -1.0])
+def test_a_loaded_scheduler_weighs_by_its_checkpoint(saving_ms: float, tmp_path: Path) -> None:
+    folder = make_scheduler(tmp_path)
+    network, config = load_scheduler(folder)
+    save_scheduler(folder, network, replace(config, saving_ms=saving_ms))
+    graft = TreeGraft.from_pretrained(folder, device="cpu")
+    graft.generate(torch.tensor([[2, 3, 4, 2, 3]]), max_new_tokens=20)
+    assert graft.last_metrics is not None
+    assert (graft.last_metrics.calls[1] > 0) == (saving_ms > 0)
