@@ -102,10 +102,9 @@ class FullModel:
 
 
 def _introduction(config: "PairConfig", inputs: "Inputs", measures: "Yardsticks") -> str:
-    from pipeline.headroom import questions_of
 
     def size(tables: "OutcomeTables") -> str:
-        return f"{len(tables.prompt_ids)} turns of {len(set(questions_of(tables)))} questions"
+        return f"{len(tables.prompt_ids)} turns of {len(set(tables.questions))} questions"
 
     distill = config.distill
     names = [_alone_name(config, plan) for plan in measures.alone]

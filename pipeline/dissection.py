@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.headroom import questions_of, turn_sums
+from pipeline.headroom import turn_sums
 from pipeline.students import admission_of, fit_one, follow, labelled
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def learning_curve(
             part = replace(inputs, train=inputs.train.select(turns))
             for name, learner in fit_learners(config, part, seed).items():
                 runs.setdefault(name, []).append(on_test(learner, part))
-        questions = len({questions_of(inputs.train)[turn] for turn in draws[0]})
+        questions = len({inputs.train.questions[turn] for turn in draws[0]})
         points.append(CurvePoint(fraction, questions, tuple(len(turns) for turns in draws), runs))
     list(steps)  # says that all is done
     return points
@@ -92,7 +92,7 @@ def subset(tables: "OutcomeTables", fraction: float, seed: int, repeat: int) -> 
 
     The smaller subsets of one ``repeat`` are parts of its larger ones.
     """
-    questions, kept = questions_of(tables), set()
+    questions, kept = tables.questions, set()
     for kind in dict.fromkeys(tables.kinds):
         own = list(dict.fromkeys(q for q, k in zip(questions, tables.kinds, strict=True) if k == kind))
         order = np.random.default_rng([seed, repeat, zlib.crc32(kind.encode())]).permutation(len(own))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.distill_inputs import Inputs, fits_digest, read_inputs, versions
 from pipeline.files import scratch_folder
-from pipeline.labelled import LabelledStates
+from pipeline.labelled import Admission, LabelledStates
 from pipeline.students import (
     Fit,
     admission_of,
@@ -28,7 +28,6 @@ from pipeline.students import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.labelled import Admission
     from pipeline.params import PairConfig
     from pipeline.student import FittedStudent
     from treegraft.scheduling.checkpoint import SchedulerConfig
@@ -124,7 +123,7 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
 def _rates(
     tables: "OutcomeTables",
     learners: dict[str, Any],
-    admissions: "dict[str, Admission]",
+    admissions: dict[str, Admission],
     schedule: tuple[int, ...],
     drafters: list[str],
 ) -> dict[str, float]:
@@ -167,9 +166,8 @@ def out_of_fold(tables: "OutcomeTables", states: LabelledStates) -> "tuple[int, 
     from treegraft.values.values import greedy_actions
 
     positions, states_each = tables.features.shape[:2]
-    # Turns of one prompt (<kind>/<question>/<turn>) stay together.
-    prompts = np.array([turn.rsplit("/", 1)[0] for turn in tables.prompt_ids])
-    folds = list(grouped_folds(np.repeat(prompts[tables.prompt_of], states_each), FOLDS))
+    questions = np.array(tables.questions)  # whose turns share a fold
+    folds = list(grouped_folds(np.repeat(questions[tables.prompt_of], states_each), FOLDS))
     results: dict[str, ReplayResult | None] = dict.fromkeys(BASELINES)
     for name in BASELINES if folds else ():
         actions = np.zeros(positions * states_each, dtype=np.int64)
@@ -200,7 +198,7 @@ def _scheduler_config(
     costs = inputs.train.costs
     network = best.student.network
     settings = config.decoding.settings()
-    admission = admission_of(network, inputs)
+    admission = Admission(metrics["saving_ms"]["student"], inputs.new_tokens)
     seen = [follow(network, tables, admission) for tables in (inputs.train, inputs.validation)]
     kinds = sorted(set(inputs.train.kinds))
     return SchedulerConfig(

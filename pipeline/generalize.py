@@ -130,14 +130,10 @@ def check_alike(trained: "Sequence[PairConfig]", held_out: "Sequence[PairConfig]
 
 def check_prompts(trained: dict[str, Inputs], tested: dict[str, Inputs]) -> None:
     """That no question is a training prompt of one pair and a test prompt of another; UserError otherwise."""
-
-    def questions(tables: "OutcomeTables") -> set[str]:
-        return {turn.rsplit("/", 1)[0] for turn in tables.prompt_ids}
-
     for pair, inputs in trained.items():
-        known = questions(inputs.train) | questions(inputs.validation)
+        known = {*inputs.train.questions, *inputs.validation.questions}
         for other, held in tested.items():
-            if both := sorted(known & questions(held.test)):
+            if both := sorted(known.intersection(held.test.questions)):
                 raise UserError(
                     f"The question {both[0]} is a training prompt of {pair} and a test prompt of {other}; "
                     "label both pairs with the same prompts.sources."

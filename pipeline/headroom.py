@@ -90,12 +90,7 @@ def turn_sums(results: "Sequence[ReplayResult]") -> Sums:
     return Sums(tokens, np.concatenate([result.ms for result in results]))
 
 
-def questions_of(tables: "OutcomeTables") -> list[str]:
-    """The question of every turn; ids are <kind>/<question>/<turn>."""
-    return [turn.rsplit("/", 1)[0] for turn in tables.prompt_ids]
-
-
 def question_sums(tables: "OutcomeTables", run: Sums) -> Sums:
     """The sums of ``run`` by question, whose turns are no independent prompts."""
-    _, number = np.unique(questions_of(tables), return_inverse=True)
+    _, number = np.unique(tables.questions, return_inverse=True)
     return Sums(np.bincount(number, run.tokens), np.bincount(number, run.taken))

@@ -56,8 +56,7 @@ def fit_out_of_fold(tables: "OutcomeTables", margins: "FloatArray", visits: "Flo
 
     from pipeline.baselines import grouped_folds
 
-    # A question's turns share a fold: ids are <kind>/<question>/<turn>.
-    questions = np.array([prompt.rsplit("/", 1)[0] for prompt in tables.prompt_ids])
+    questions = np.array(tables.questions)  # whose turns share a fold
     actions = np.zeros(tables.features.shape[:2], np.int64)
     for fitted, held_out in grouped_folds(questions[tables.prompt_of], FOLDS):
         rest, part = (tables.select(np.unique(tables.prompt_of[rows])) for rows in (fitted, held_out))

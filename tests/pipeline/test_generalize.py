@@ -20,11 +20,12 @@ from pipeline.params import PairConfig, load_pair
 from pipeline.relabel import label_training
 from pipeline.students import choose
 from tests.pipeline.test_distill import ANSWER, CALIBRATION, costs, synthetic_tables
+from tests.treegraft.values.toy import scaled_costs
 from treegraft.costs import CostModel
 from treegraft.errors import UserError
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.values import regimes
-from treegraft.values.regimes import MEASURED, Regime, recosted, regime_costs, scaled_costs
+from treegraft.values.regimes import MEASURED, Regime, recosted, regime_costs
 from treegraft.values.replay import best_fixed, replay_fixed
 from treegraft.values.tables import OutcomeTables
 from treegraft.values.traces import trace_manifest, write_split

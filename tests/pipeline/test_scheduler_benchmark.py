@@ -29,7 +29,7 @@ from pipeline.dissection import (
     trend,
 )
 from pipeline.distill_inputs import Inputs, read_inputs
-from pipeline.headroom import fixed_by_kind, question_sums, questions_of, turn_sums, yardsticks
+from pipeline.headroom import fixed_by_kind, question_sums, turn_sums, yardsticks
 from pipeline.params import PairConfig, load_pair
 from pipeline.students import fit_one, labelled, one_thread
 from tests.pipeline.test_distill import tables, write_traces
@@ -143,7 +143,7 @@ def test_subsets_take_whole_questions_of_every_kind_alike_and_the_smaller_are_pa
         assert Counter(many.kinds[turn] for turn in quarter) == {"maths": 1, "code": 1}
         assert set(quarter) < set(half)
         turns = subset(train, 0.5, 0, repeat)
-        assert all(count == 2 for count in Counter(questions_of(train.select(turns))).values())
+        assert all(count == 2 for count in Counter(train.select(turns).questions).values())
         np.testing.assert_array_equal(turns, subset(train, 0.5, 0, repeat))
     assert len({tuple(subset(many, 0.5, 0, repeat)) for repeat in range(5)}) > 1
     np.testing.assert_array_equal(subset(many, 1.0, 0, 0), np.arange(8))

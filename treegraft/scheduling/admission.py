@@ -6,24 +6,27 @@ traces, against the pass. Both go on growing apart the wrong way as the text goe
 left to save on shorter), so a request that does not admit a drafter at its start never does.
 """
 
+from typing import overload
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treegraft.costs import CostModel
 
 
-def admitted(saving_ms: float, new_tokens: int, prompt_ms: ArrayLike) -> NDArray[np.bool_]:
-    """Which passes over a prompt pay for themselves.
+@overload
+def admitted(saving_ms: float, new_tokens: int, prompt_ms: float) -> bool: ...
+@overload
+def admitted(saving_ms: float, new_tokens: int, prompt_ms: NDArray[np.float64]) -> NDArray[np.bool_]: ...
+def admitted(saving_ms: float, new_tokens: int, prompt_ms: float | NDArray[np.float64]) -> bool | NDArray[np.bool_]:
+    """Whether a pass over a prompt pays for itself, or which of several do.
 
     Args:
         saving_ms: milliseconds that calls save on each token once a drafter knows the prompt.
         new_tokens: most tokens the request may emit.
-        prompt_ms: of the passes, any shape.
-
-    Returns:
-        bool of that shape.
+        prompt_ms: of one pass, or of several in any shape.
     """
-    return np.asarray(prompt_ms, np.float64) < saving_ms * new_tokens
+    return prompt_ms < saving_ms * new_tokens
 
 
 def prompt_passes(costs: CostModel, prompt_tokens: ArrayLike) -> NDArray[np.float64]:

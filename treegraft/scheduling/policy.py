@@ -57,7 +57,6 @@ class LearnedScheduler:
             )
         self.network = network
         self.saving_ms = saving_ms
-        self._request: RequestCosts | None = None
         self._columns = None if names == known else np.array([known.index(name) for name in names])
 
     def margins(self, state: SchedulingState) -> list[float]:
@@ -67,22 +66,20 @@ class LearnedScheduler:
         return margins
 
     def choose(self, state: SchedulingState) -> int | None:
-        if state.costs is not self._request:
-            self._request, self._admitted = state.costs, self._admit(state.costs)
-        if not any(self._admitted):
+        admitted = self._admitted(state.costs)
+        if not any(admitted):
             return 0
         margins = self.margins(state)
-        largest = max(margins)
         # A call adds no more tokens than are verified at most; NaN fails the comparison too.
-        if not abs(largest) <= state.settings.verified_sizes[-1]:
+        if not abs(max(margins)) <= state.settings.verified_sizes[-1]:
             return None
-        if not all(self._admitted):
-            margins = [m if may else 0.0 for m, may in zip(margins, self._admitted, strict=True)]
-            largest = max(margins)
+        margins = [margin if may else 0.0 for margin, may in zip(margins, admitted, strict=True)]
+        largest = max(margins)
         return margins.index(largest) + 1 if largest > 0 else 0
 
-    def _admit(self, request: RequestCosts) -> list[bool]:
+    def _admitted(self, request: RequestCosts) -> list[bool]:
         """Which drafters the request may call, [m - 1]."""
-        if self.saving_ms is None:
+        saving_ms = self.saving_ms
+        if saving_ms is None:
             return [True] * self.network.outputs
-        return [bool(may) for may in admitted(self.saving_ms, request.new_tokens, request.prompt_ms)]
+        return [admitted(saving_ms, request.new_tokens, prompt_ms) for prompt_ms in request.prompt_ms]

@@ -9,7 +9,9 @@ network that has seen two of them knows nothing about a third.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,37 +48,28 @@ def regime_costs(costs: CostModel, regime: Regime) -> CostModel:
     All drafters' forwards, prompt passes and tree work are scaled by one factor, so that several keep their ratios.
     What the host does besides (n-grams, decisions, bookkeeping) stays as measured.
     """
-    if regime.slope is not None:
+    slope = regime.slope
+    if slope is not None:
         costs = dataclasses.replace(
             costs,
-            target=_steeper(costs.target, regime.slope),
-            target_prefill=_steeper(costs.target_prefill, regime.slope),
-            drafters=tuple(curve and _steeper(curve, regime.slope) for curve in costs.drafters),
-            drafter_prefill=tuple(curve and _steeper(curve, regime.slope) for curve in costs.drafter_prefill),
+            target=_steeper(costs.target, slope),
+            target_prefill=_steeper(costs.target_prefill, slope),
+            **_of_drafters(costs, lambda curve: _steeper(curve, slope)),
         )
     if regime.ratio is not None:
         factor = regime.ratio / cost_ratio(costs)
         costs = dataclasses.replace(
-            costs,
-            drafters=tuple(curve and _scaled(curve, factor) for curve in costs.drafters),
-            drafter_prefill=tuple(curve and _scaled(curve, factor) for curve in costs.drafter_prefill),
-            graft_ms=costs.graft_ms * factor,
+            costs, graft_ms=costs.graft_ms * factor, **_of_drafters(costs, lambda curve: _scaled(curve, factor))
         )
     return costs
 
 
-def scaled_costs(costs: CostModel, factor: float) -> CostModel:
-    """A machine that takes ``factor`` times as long for everything."""
-    return CostModel(
-        target=_scaled(costs.target, factor),
-        drafters=tuple(curve and _scaled(curve, factor) for curve in costs.drafters),
-        target_prefill=_scaled(costs.target_prefill, factor),
-        drafter_prefill=tuple(curve and _scaled(curve, factor) for curve in costs.drafter_prefill),
-        light_ms=costs.light_ms * factor,
-        graft_ms=costs.graft_ms * factor,
-        scheduler_ms=costs.scheduler_ms * factor,
-        step_ms=costs.step_ms * factor,
-    )
+def _of_drafters(costs: CostModel, change: Callable[[LatencyCurve], LatencyCurve]) -> dict[str, Any]:
+    """The curves of all drafters, each changed; n-gram drafters have none."""
+    return {
+        name: tuple(None if curve is None else change(curve) for curve in getattr(costs, name))
+        for name in ("drafters", "drafter_prefill")
+    }
 
 
 def _scaled(curve: LatencyCurve, factor: float) -> LatencyCurve:

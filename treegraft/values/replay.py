@@ -187,9 +187,10 @@ def _play(tables: OutcomeTables, codes: IntArray, rate: float, decides: bool) ->
                 layer_ms = costs.layer_ms(j, tokens, tables.context[here[acts]], behind)
                 ms[acts] += layer_ms
                 known = first & ~fresh[going[acts], j]
-                new = first & fresh[going[acts], j]
-                at_once = costs.layer_ms(j, tokens, tables.context[here[acts]])
-                pass_ms[going[acts]] += np.where(new, layer_ms - at_once, 0.0)
+                new = np.flatnonzero(first & fresh[going[acts], j])
+                if len(new):
+                    at_once = costs.layer_ms(j, tokens[new], tables.context[here[acts[new]]])
+                    pass_ms[going[acts[new]]] += layer_ms[new] - at_once
                 lag_sum[j] += lag[going[acts[known]], j].sum()
                 lag_count[j] += known.sum()
                 called[acts, j] |= tokens > 0

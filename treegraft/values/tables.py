@@ -63,6 +63,11 @@ class OutcomeTables:
         """[P]: committed tokens before the root."""
         return self.prompt_tokens[self.prompt_of] + self.position - 1
 
+    @property
+    def questions(self) -> list[str]:
+        """The question of every turn in ``prompt_ids``: ids are <kind>/<question>/<turn>, and turns stay together."""
+        return [turn.rsplit("/", 1)[0] for turn in self.prompt_ids]
+
     def select(self, prompts: NDArray[np.int64]) -> "OutcomeTables":
         """The tables of some prompts (indices, ascending) alone."""
         rows = np.flatnonzero(np.isin(self.prompt_of, prompts))

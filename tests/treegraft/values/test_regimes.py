@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.treegraft.values.toy import random_tables
+from tests.treegraft.values.toy import random_tables, scaled_costs
 from treegraft.costs import CostModel
 from treegraft.decoder import request_costs
 from treegraft.scheduling.features import feature_names
@@ -21,7 +21,6 @@ from treegraft.values.regimes import (
     recosted,
     regime_costs,
     scale_free,
-    scaled_costs,
     token_ms,
     verify_growth,
 )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.treegraft.tiny import cost_model
-from treegraft.costs import LatencyCurve
+from treegraft.costs import CostModel, LatencyCurve
 from treegraft.scheduling.features import feature_names
 from treegraft.values.lattice import Outcomes
 from treegraft.values.states import offset
@@ -16,6 +16,24 @@ from treegraft.values.tables import OutcomeTables, build_tables
 from treegraft.values.traces import trace_manifest, write_split
 
 SIZES = (0, 1, 2, 4)
+
+
+def scaled_costs(costs: CostModel, factor: float) -> CostModel:
+    """A machine that takes ``factor`` times as long for everything."""
+
+    def scaled(curve: LatencyCurve) -> LatencyCurve:
+        return LatencyCurve(curve.new_tokens, curve.context_lengths, curve.grid * factor)
+
+    return CostModel(
+        target=scaled(costs.target),
+        drafters=tuple(curve and scaled(curve) for curve in costs.drafters),
+        target_prefill=scaled(costs.target_prefill),
+        drafter_prefill=tuple(curve and scaled(curve) for curve in costs.drafter_prefill),
+        light_ms=costs.light_ms * factor,
+        graft_ms=costs.graft_ms * factor,
+        scheduler_ms=costs.scheduler_ms * factor,
+        step_ms=costs.step_ms * factor,
+    )
 
 
 def random_tables(
