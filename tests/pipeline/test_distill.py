@@ -12,10 +12,12 @@ import pytest
 
 from pipeline import distill
 from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
+from pipeline.distill_inputs import read_inputs
 from pipeline.files import write_json
 from pipeline.labelled import Admission, LabelledStates
 from pipeline.params import PairConfig, load_pair
 from pipeline.student import Student, fit_student
+from pipeline.students import admission_of, follow, replayed_speed
 from tests.treegraft.tiny import cost_model
 from treegraft.api import learned_scheduler
 from treegraft.costs import CostModel, LatencyCurve
@@ -293,6 +295,24 @@ def test_the_stage_exports_a_scheduler_that_beats_fixed_policies(config: PairCon
     assert stored.calibration == CALIBRATION
     assert CostModel.from_json(stored.cost_model).digest() == stored.cost_model_digest
     assert not list(Path().glob("lightning_logs")) + list(Path().glob("checkpoints"))
+
+
+def test_a_dearer_pass_over_the_prompt_changes_neither_scores_nor_savings(config: PairConfig) -> None:
+    """It is paid once a request, whatever is decided in it; only admission weighs it."""
+    inputs = replace(read_inputs(config), best_fixed=(0, 0))  # whose rate, under which scores are taken, has no pass
+    features = len(inputs.train.feature_names)
+    always = MarginNetwork([np.zeros((features, 1))], [np.ones(1)], np.zeros(features), np.ones(features))
+    found = []
+    for pass_ms in (1.0, 3.0):
+        # Prompts have 40 tokens and more; a drafter that is called in every step lacks few.
+        curve = LatencyCurve([1, 20, 39], [64], [[0.1], [0.2], [pass_ms]])
+        dear = replace(costs(), drafter_prefill=(None, curve))
+        parts = [replace(part, costs=dear) for part in (inputs.train, inputs.validation, inputs.test)]
+        there = replace(inputs, train=parts[0], validation=parts[1], test=parts[2])
+        passes = follow(always, there.train).pass_ms
+        assert passes.min() > 0.9 * pass_ms - 0.2
+        found.append((replayed_speed(there, None)(always), admission_of(always, there).saving_ms))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(

@@ -55,6 +55,8 @@ def test_replay_adds_up_the_steps_it_takes(seed: int) -> None:
     actions = np.random.default_rng(seed).integers(0, 2, (len(tables), 3))
     rate = 0.5
     result = replay(tables, actions, rate)
+    warm_ms = (result.decode_ms + result.prefill_ms - result.pass_ms).sum()
+    assert result.warm_tokens_per_ms == pytest.approx(result.tokens.sum() / warm_ms)
     for prompt in range(3):
         rows = np.flatnonzero(tables.prompt_of == prompt)
         at, ms, pass_ms, steps, calls = 0, 0.0, 0.0, 0, 0
