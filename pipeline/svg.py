@@ -249,7 +249,9 @@ def lines(name: str, title: str, series: Sequence[Line], *, x_title: str, high: 
         if tick <= high * (1 + 1e-9):
             parts.append(_rule(left, y(tick), WIDTH - right, y(tick), "axis" if tick == 0 else "grid"))
             parts.append(_text(left - 6, y(tick) + 4, f"{tick:.0%}", "label faint", "end"))
-    levels = range(1, depth + 1)
+    # Two digits and a gap must fit between the labels that are shown.
+    every = math.ceil(3 * _CHARACTER * (depth - 1) / (x(depth) - x(1))) if depth > 1 else 1
+    levels = range(1, depth + 1, every)
     parts += [_text(x(level), bottom + 16, str(level), "label faint", "middle") for level in levels]
     parts.append(_text((left + WIDTH - right) / 2, bottom + 34, x_title, "label faint", "middle"))
     drawn = [line for line in series if line.values]

@@ -331,6 +331,17 @@ def test_bar_lengths_are_proportional() -> None:
     assert "not measured" in drawing
 
 
+@pytest.mark.parametrize("depth", [1, 5, 16, 40])
+def test_the_labels_of_lines_keep_apart(depth: int) -> None:
+    drawing = svg.lines("x", "t", [svg.Line("a", "plain", [0.5] * depth)], x_title="so many")
+    labels = [text for text in ElementTree.fromstring(drawing).iter() if (text.text or "").isdigit()]
+    assert labels[0].text == "1"
+    digits = 7  # units of width of one, at least, at the text size of charts
+    for left, right in itertools.pairwise(labels):
+        widths = [digits * len(label.text or "") for label in (left, right)]
+        assert float(right.get("x", 0)) - float(left.get("x", 0)) > sum(widths) / 2
+
+
 def test_stacked_parts_fill_the_bar() -> None:
     rows = [svg.Stack("a", "plain", [("verify", 3.0), ("other", 1.0)]), svg.Stack("b", "ngram", [("verify", 2.0)])]
     drawing = svg.stacks("x", "t", rows, unit="ms", names={"verify": "verify", "other": "rest"}, prefix="p")
