@@ -40,7 +40,8 @@ DIGITS = 4  # of recorded probabilities and margins
 class Decision:
     """What was decided in one layer; the frontier is the one before (int64 [<= k]).
 
-    ``margins`` are empty where the scheduler could not tell and the fallback schedule acted.
+    ``margins`` are empty where none decided: the request may call no drafter, or the scheduler could not tell and the
+    fallback schedule acted.
     """
 
     action: int
@@ -57,7 +58,7 @@ class WatchedScheduler:
         self.decisions: list[Decision] = []
 
     def choose(self, state: SchedulingState) -> int:
-        margins = self.scheduler.margins(state)
+        margins = self.scheduler.margins(state) if any(self.scheduler.admits(state.costs)) else []
         action = self.scheduler.choose(state)
         if action is None:
             action, margins = self.fallback.choose(state), []

@@ -33,13 +33,29 @@ def reselect(
     children are in the tree already where it has) and whose children are not too deep to be of use.
     """
     n = tree.size
-    candidates = tree.depth[:n] < max_depth
-    candidates &= ~tree.expanded[drafter, :n]
-    if layer > settings.look_back:  # else all layers count
-        candidates &= tree.layer[:n] >= layer - settings.look_back
+    closed = tree.expanded[drafter, :n]
     if allowed is not None:
-        candidates &= allowed
-    return tree.best(candidates.nonzero()[0], settings.width)
+        closed = closed | ~allowed
+    depths, layers, scores = tree.depth[:n].tolist(), tree.layer[:n].tolist(), tree.score[:n].tolist()
+    return np.array(best_open(closed.tolist(), depths, layers, scores, settings, layer, max_depth), np.int64)
+
+
+def best_open(
+    closed: list[bool],
+    depths: list[int],
+    layers: list[int],
+    scores: list[float],
+    settings: DraftSettings,
+    layer: int,
+    max_depth: int,
+) -> list[int]:
+    """``reselect`` among the nodes that are not closed, on a tree's arrays as lists, which a decision has at hand."""
+    oldest = layer - settings.look_back
+    nodes = [
+        node for node, shut in enumerate(closed) if not shut and depths[node] < max_depth and layers[node] >= oldest
+    ]
+    nodes.sort(key=scores.__getitem__, reverse=True)  # stable in reverse too: ties by lower index
+    return nodes[: settings.width]
 
 
 def plan_call(tree: DraftTree, drafter: int, settings: DraftSettings, layer: int, max_depth: int) -> IntArray:

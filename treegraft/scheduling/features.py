@@ -8,10 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
-from treegraft.grafting import reselect
+from treegraft.grafting import best_open
 from treegraft.scheduling.outlook import Outlook
 from treegraft.settings import DraftSettings
 from treegraft.tree import DraftTree
@@ -38,7 +35,7 @@ class RequestCosts:
         return [math.log1p(self.prompt_tokens), self.target_ms, *self.drafter_ms, *ratios]
 
 
-@dataclass
+@dataclass(slots=True)
 class SchedulingState:
     """The state before the decision of one layer."""
 
@@ -89,11 +86,11 @@ def feature_groups(depth: int, drafters: int) -> dict[str, list[str]]:
     return {"published": names[:text], "text": names[text:tree], "tree": names[tree:]}
 
 
-def features(state: SchedulingState) -> NDArray[np.float32]:
-    """The feature vector of a state, float32 [len(feature_names)].
+def features(state: SchedulingState) -> list[float]:
+    """The feature vector of a state, of len(feature_names).
 
-    A decision may cost 50 microseconds in all, and a call of numpy takes one or two whatever it works on: over the
-    few dozen nodes of a tree, and the handful of a frontier, plain lists are cheaper.
+    A decision may cost 50 microseconds in all, and a call of numpy takes one or two whatever it works on, several where
+    a model's forward has just emptied the caches: over the few dozen nodes of a tree plain lists are cheaper.
     """
     tree, settings, outlook = state.tree, state.settings, state.outlook
     strong = tree.drafters - 1
@@ -103,10 +100,20 @@ def features(state: SchedulingState) -> NDArray[np.float32]:
         if action:
             called[layer * strong + action - 1] = 1.0
             calls += 1
-    position = (state.layer / settings.depth, calls / settings.depth)
-    text = (math.log1p(outlook.answer_tokens), outlook.match, outlook.chance, outlook.hits, outlook.confidence)
     shape, mass = _bare_root(state) if tree.size == 1 else _grown(state)
-    return np.array([*state.costs.features, *position, *called, *shape, *text, *mass], np.float32)
+    return [
+        *state.costs.features,
+        state.layer / settings.depth,
+        calls / settings.depth,
+        *called,
+        *shape,
+        math.log1p(outlook.answer_tokens),
+        outlook.match,
+        outlook.chance,
+        outlook.hits,
+        outlook.confidence,
+        *mass,
+    ]
 
 
 def _bare_root(state: SchedulingState) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -121,32 +128,37 @@ def _grown(state: SchedulingState) -> tuple[tuple[float, ...], tuple[float, ...]
     tree, settings = state.tree, state.settings
     strong, n = tree.drafters - 1, tree.size
     front = tree.frontier.tolist()
-    again = reselect(tree, strong, settings, state.layer, state.max_depth).tolist() if strong else front
     parent, depth, layer = tree.parent[:n].tolist(), tree.depth[:n].tolist(), tree.layer[:n].tolist()
     score = tree.score[:n].tolist()
-    chance = np.exp(tree.score[:n]).tolist()
-    inner = set(parent[1:])
-    front_depth = front_mass = leaves = 0.0
+    chance = list(map(math.exp, score))
+    again = front
+    if strong:
+        closed = tree.expanded[strong, :n].tolist()
+        again = best_open(closed, depth, layer, score, settings, state.layer, state.max_depth)
+    front_depth = leaves = 0
+    front_mass = 0.0
     for node in front:
         front_depth += depth[node]
         front_mass += chance[node]
-        leaves += node not in inner
-    front_depth /= len(front)
-    again_depth = again_mass = again_score = older = shared = 0.0
+        leaves += node not in parent
+    mean_depth = front_depth / len(front)
+    again_depth = older = shared = 0
+    again_mass = again_score = 0.0
+    newest = state.layer - 1
     for node in again:
         again_depth += depth[node]
         again_mass += chance[node]
         again_score += score[node]
-        older += layer[node] < state.layer - 1
+        older += layer[node] < newest
         shared += node in front
     count = len(again) or 1
     shape = (
-        front_depth,
+        mean_depth,
         leaves / len(front),
-        front_depth - again_depth / count if again else 0.0,
+        mean_depth - again_depth / count if again else 0.0,
         older / count,
         shared / settings.width,
         again_score / count,
     )
-    root = max([chance[node] for node, above in enumerate(parent) if above == 0 and node])
-    return shape, (root, sum(chance) - 1.0, front_mass, again_mass)
+    below_root = max([chance[node] for node in range(1, n) if not parent[node]])
+    return shape, (below_root, sum(chance) - 1.0, front_mass, again_mass)

@@ -2,9 +2,10 @@
 
 It knows nothing of torch or of files: the student is trained in pipeline/student.py and stored by
 treegraft/scheduling/checkpoint.py. One decision must cost less than 50 microseconds, of which a framework's call
-overhead alone would take most; a dozen numpy calls on a few dozen float32 numbers take about a quarter of that.
+overhead alone would take most; half a dozen numpy calls on a few dozen float32 numbers take a fifth of that.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,10 +43,13 @@ class MarginNetwork:
         self._check_shapes()
         # Standardising is linear: the first layer does it on the way. Computed in float64 and rounded once.
         first = self.weights[0] / self.scales.astype(np.float64)[:, None]
-        weights = [_frozen(first), *self.weights[1:]]
-        biases = [_frozen(self.biases[0] - self.means.astype(np.float64) @ first), *self.biases[1:]]
-        self._inner = tuple(zip(weights[:-1], biases[:-1], strict=True))
-        self._last_weight, self._last_bias = weights[-1], biases[-1]
+        weights = [first, *self.weights[1:]]
+        biases = [self.biases[0] - self.means.astype(np.float64) @ first, *self.biases[1:]]
+        # So are biases: they are one more row, for an input of 1, which every hidden layer hands on in one more unit.
+        layers = [np.vstack([weight, bias]) for weight, bias in zip(weights, biases, strict=True)]
+        one = [np.eye(len(layer))[:, -1:] for layer in layers[:-1]]
+        self._inner = tuple(_frozen(np.hstack(pair)) for pair in zip(layers[:-1], one, strict=True))
+        self._last = _frozen(layers[-1])
 
     def _check_shapes(self) -> None:
         if not self.weights or len(self.weights) != len(self.biases):
@@ -81,14 +85,21 @@ class MarginNetwork:
         Raises:
             ValueError: the last axis of ``features`` is not F long (numpy's own message).
         """
-        values = np.asarray(features, np.float32)  # float64 would turn every product into a slow mixed-type one
-        for weight, bias in self._inner:
+        rows = np.asarray(features, np.float32)  # float64 would turn every product into a slow mixed-type one
+        return self._forward(np.concatenate([rows, np.ones((*rows.shape[:-1], 1), np.float32)], axis=-1))
+
+    def of_state(self, features: list[float]) -> list[float]:
+        """The margins [m - 1] of one state, as ``margins`` has them, in half the time."""
+        # By way of array, which is several times as fast on a list as numpy.
+        found: list[float] = self._forward(np.frombuffer(array("f", [*features, 1.0]), np.float32)).tolist()
+        return found
+
+    def _forward(self, values: np.ndarray) -> np.ndarray:
+        """Features followed by a 1 [.., F + 1] -> margins [.., m - 1]."""
+        for weight in self._inner:
             values = values.dot(weight)  # less call overhead than @
-            values += bias
             np.maximum(values, _ZERO, out=values)
-        values = values.dot(self._last_weight)
-        values += self._last_bias
-        return values
+        return values.dot(self._last)
 
 
 def _frozen(values: np.ndarray) -> np.ndarray:

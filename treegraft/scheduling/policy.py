@@ -2,8 +2,6 @@
 
 from typing import Protocol
 
-import numpy as np
-
 from treegraft.errors import UserError
 from treegraft.scheduling.admission import admitted
 from treegraft.scheduling.features import RequestCosts, SchedulingState, features
@@ -57,29 +55,31 @@ class LearnedScheduler:
             )
         self.network = network
         self.saving_ms = saving_ms
-        self._columns = None if names == known else np.array([known.index(name) for name in names])
+        self._columns = None if names == known else [known.index(name) for name in names]
 
     def margins(self, state: SchedulingState) -> list[float]:
         """What each drafter but the light one is worth over it here, in tokens: [m - 1]."""
         values = features(state)
-        margins: list[float] = self.network.margins(values if self._columns is None else values[self._columns]).tolist()
-        return margins
+        if self._columns is not None:
+            values = [values[column] for column in self._columns]
+        return self.network.of_state(values)
 
     def choose(self, state: SchedulingState) -> int | None:
-        admitted = self._admitted(state.costs)
-        if not any(admitted):
+        may_call = self.admits(state.costs)
+        if not any(may_call):
             return 0
         margins = self.margins(state)
         # A call adds no more tokens than are verified at most; NaN fails the comparison too.
         if not abs(max(margins)) <= state.settings.verified_sizes[-1]:
             return None
-        margins = [margin if may else 0.0 for margin, may in zip(margins, admitted, strict=True)]
+        if not all(may_call):
+            margins = [margin if may else 0.0 for margin, may in zip(margins, may_call, strict=True)]
         largest = max(margins)
         return margins.index(largest) + 1 if largest > 0 else 0
 
-    def _admitted(self, request: RequestCosts) -> list[bool]:
+    def admits(self, request: RequestCosts) -> list[bool]:
         """Which drafters the request may call, [m - 1]."""
-        saving_ms = self.saving_ms
+        saving_ms, new_tokens = self.saving_ms, request.new_tokens
         if saving_ms is None:
             return [True] * self.network.outputs
-        return [admitted(saving_ms, request.new_tokens, prompt_ms) for prompt_ms in request.prompt_ms]
+        return [admitted(saving_ms, new_tokens, prompt_ms) for prompt_ms in request.prompt_ms]

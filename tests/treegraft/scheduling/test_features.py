@@ -52,7 +52,7 @@ class Comparing(RandomScheduler):
 
     def choose(self, state: SchedulingState) -> int:
         names = feature_names(state.settings.depth, state.tree.drafters)
-        found = dict(zip(names, features(state).tolist(), strict=True))
+        found = dict(zip(names, features(state), strict=True))
         expected = by_definition(state)
         np.testing.assert_allclose([found[name] for name in expected], list(expected.values()), rtol=1e-5, atol=1e-6)
         assert not state.tree.has_children()[state.tree.frontier].any()  # a skip that found nothing relies on it
