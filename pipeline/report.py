@@ -7,6 +7,7 @@ reports/<pair>/::
     report.html    one self-contained page
     report.md      the same tables as text
     metrics.json   a few numbers for `dvc metrics show`
+    speedup.svg    the speed charts alone, to show elsewhere
     plots/         speedup.tsv and acceptance.tsv for `dvc plots`
 
 and reports/index.html, which lists the reports of all pairs.
@@ -39,6 +40,7 @@ def run(config: "PairConfig") -> None:
     from pipeline.recorded_steps import parse_prompt
     from pipeline.report_html import render_html, render_markdown
     from pipeline.report_index import write_index
+    from pipeline.report_picture import render_picture
 
     again = f"run `pipeline evaluate {config.slug}` again"
     folder = config.paths.evaluation
@@ -53,6 +55,7 @@ def run(config: "PairConfig") -> None:
     out = config.paths.report
     write_text(out / "report.html", render_html(report))
     write_text(out / "report.md", render_markdown(report))
+    write_text(out / "speedup.svg", render_picture(report))
     for name, rows in plots(report).items():
         write_text(out / "plots" / f"{name}.tsv", tsv(rows, PLOT_COLUMNS[name]))
     write_json(out / "metrics.json", metrics(report))

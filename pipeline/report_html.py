@@ -39,7 +39,7 @@ VERDICTS = {
 def render_html(report: Mapping[str, Any]) -> str:
     """The whole page as text. report: a dictionary that passed `check_report`."""
     charts = {name: _markup(drawing) for name, drawing in _charts(report).items()}
-    return _page("report", ("report.css", "steps.css"), **_view(report), **_steps(report), charts=charts)
+    return _page("report", ("charts.css", "report.css", "steps.css"), **_view(report), **_steps(report), charts=charts)
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
@@ -57,7 +57,7 @@ def render_tune(report: Mapping[str, Any], keys: Sequence[str], enough: int, cha
     return _page("tune", report=report, keys=keys, enough=enough, chart=_markup(chart or ""))
 
 
-def _page(name: str, styles: Sequence[str] = ("report.css",), **values: Any) -> str:
+def _page(name: str, styles: Sequence[str] = ("charts.css", "report.css"), **values: Any) -> str:
     """A template of page.html.j2's frame as a page with its styles inside."""
     environment = _environment(autoescape=True)
     # Our own markup; what in it came from outside (names of benchmarks and schedulers) was escaped by pipeline.svg.
@@ -245,7 +245,7 @@ def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def _charts(report: Mapping[str, Any]) -> dict[str, str]:
     """Every chart of the page by name; a chart whose numbers were not measured is missing."""
-    charts = dict(_speed_charts(report))
+    charts = speed_charts(report)
     overall = report["overall"]
     charts["acceptance"] = svg.lines(
         "acceptance",
@@ -279,12 +279,13 @@ def _charts(report: Mapping[str, Any]) -> dict[str, str]:
     return charts
 
 
-def _speed_charts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def speed_charts(report: Mapping[str, Any]) -> dict[str, str]:
     """A panel for all prompts ("speed") and one per benchmark ("speed <bench>"), all with one scale."""
     groups = [("", report["overall"]), *sorted(report["benchmarks"].items())]
     shown = [method for method in METHODS[1:] if any(group[method] for _, group in groups)]
     results = [group[method]["speedup"] for _, group in groups for method in shown if group[method]]
     high = max(1.0, *(max(result["mean"], result["high"] or 0.0) for result in results)) * 1.02
+    charts = {}
     for place, (bench, group) in enumerate(groups):
         rows = [
             svg.Bar(label(method), method, *(group[method]["speedup"][key] for key in ("mean", "low", "high")))
@@ -294,7 +295,8 @@ def _speed_charts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         ]
         title = f"Speed-up over plain decoding, {bench or 'all prompts'}"
         drawing = svg.bars(f"speed-{place}", title, rows, high=high, reference=1.0, reference_label="plain = 1")
-        yield (f"speed {bench}" if bench else "speed"), drawing
+        charts[f"speed {bench}" if bench else "speed"] = drawing
+    return charts
 
 
 def _replay_charts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

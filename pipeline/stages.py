@@ -119,6 +119,7 @@ STAGES: dict[str, Stage] = {
                 "reports/<pair>/report.json",
                 "reports/<pair>/report.md",
                 "reports/<pair>/report.html",
+                "reports/<pair>/speedup.svg",
                 "reports/<pair>/metrics.json",
                 "reports/<pair>/plots/",
                 "reports/index.html",

@@ -17,6 +17,7 @@ from pipeline.measurements import METHODS, OWN_METHODS, parse_run, parse_summary
 from pipeline.params import PairConfig, load_pair
 from pipeline.report import metrics, plots, run
 from pipeline.report_html import render_html, render_markdown
+from pipeline.report_picture import render_picture
 from pipeline.report_schema import check_report
 from tests.pipeline.test_aggregate import BENCHES, DISTILL, make_rows, make_summary, report_of
 from treegraft.errors import UserError
@@ -89,7 +90,7 @@ def test_stage_writes_every_file(config: PairConfig) -> None:
     out = config.paths.report
     written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert written == {
-        *("report.json", "report.html", "report.md", "metrics.json", "distill.json"),
+        *("report.json", "report.html", "report.md", "speedup.svg", "metrics.json", "distill.json"),
         *("plots/speedup.tsv", "plots/acceptance.tsv"),
     }
     report = json.loads((out / "report.json").read_text())
@@ -329,6 +330,27 @@ def test_bar_lengths_are_proportional() -> None:
     assert widths[1] == pytest.approx(2 * widths[0])
     assert len(widths) == 2
     assert "not measured" in drawing
+
+
+def test_the_picture_has_a_panel_for_all_prompts_and_every_benchmark() -> None:
+    report = report_of(make_rows())
+    picture = render_picture(report)
+    assert "url(" not in picture
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "")
+    name = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(picture)
+    assert [text.text for text in root.findall(f"{name}text")] == ["All prompts", *sorted(report["benchmarks"])]
+    groups = [report["overall"], *(report["benchmarks"][bench] for bench in sorted(report["benchmarks"]))]
+    frames = []
+    for panel, group in zip(root.findall(f"{name}svg"), groups, strict=True):
+        shown = "".join(panel.itertext())
+        assert all(f"{group[method]['speedup']['mean']:.2f}" in shown for method in METHODS[1:] if group[method])
+        frames.append([float(panel.get(key, 0)) for key in ("x", "y", "width", "height")])
+    for x, y, width, height in frames:
+        assert x + width <= float(root.get("width", 0))
+        assert y + height <= float(root.get("height", 0))
+    for (x, y, width, height), (left, top, _, _) in itertools.combinations(frames, 2):
+        assert left >= x + width or top >= y + height  # panels come row by row
 
 
 @pytest.mark.parametrize("depth", [1, 5, 16, 40])
