@@ -16,7 +16,8 @@ The work is split into claims of one prompt each, which any number of workers sh
         outcomes/<split>/<file>.npz  one turn, as it will be published
         claims/                      who is at what
 
-Whoever wrote a file there, its bytes are the same, so a killed run goes on with what is missing.
+Whoever wrote a file there, its bytes are the same, so a killed run goes on with what is missing. Beside that folder
+.treegraft/<pair>/labelled.json says what the published outcomes were made of, so that a second run has nothing to do.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.claims import Piece, Share, work_through
 from pipeline.executors import execute
 from pipeline.files import (
+    file_digest,
     json_text,
     read_json,
     replacing_folder,
@@ -41,7 +43,7 @@ from pipeline.files import (
     write_json,
     write_shared,
 )
-from pipeline.progress import Meter, progress
+from pipeline.progress import Meter, log, progress
 from pipeline.prompts import SPLITS, Prompt, select_prompts
 from treegraft.errors import UserError
 
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 SAFE_NODES = 3  # verified while answering, before anything is known about the machine
+ALIKE = ("device", "name", "threads", "dtype", "drafter_dtype", "versions")  # of machines that round alike
 CALIBRATION_TURNS = 48  # training answers that the calibration is fitted on, spread over the kinds
 
 
@@ -87,8 +90,15 @@ class Turn:
 
 
 def run(config: "PairConfig") -> None:
-    """Answer the prompts, calibrate, evaluate all schedules, publish; who works is up to ``label.executor``."""
-    execute(make_job(config))
+    """Answer the prompts, calibrate, evaluate all schedules, publish; who works is up to ``label.executor``.
+
+    Nothing is done where the outcomes of equal work on a like machine have been published and are still there.
+    """
+    job = make_job(config)
+    if job.is_published():
+        log(f"label: {config.paths.outcomes} holds the outcomes of this work already; remove it to do it again")
+    else:
+        execute(job)
 
 
 def make_job(config: "PairConfig") -> "LabelJob":
@@ -255,6 +265,25 @@ class LabelJob:
                 write_bytes(folder / turn.file, self.outcomes_file(turn).read_bytes())
             write_json(folder / "calibration.json", self.calibration().to_json())
             write_json(folder / "manifest.json", manifest)
+        write_json(self.record, self.made_of(read_json(self.scratch / "machine.json", "it is gone")))
+
+    @property
+    def record(self) -> Path:
+        """What the published outcomes were made of; not among them, since equal outcomes are to have equal bytes."""
+        return self.config.paths.scratch("label").with_name("labelled.json")
+
+    def made_of(self, machine: dict[str, Any]) -> dict[str, Any]:
+        """What would have to change for the outcomes on disk not to be this job's."""
+        manifest = file_digest(self.config.paths.outcomes / "manifest.json")
+        return {"work": self.scratch.name, "machine": {key: machine[key] for key in ALIKE}, "manifest": manifest}
+
+    def is_published(self) -> bool:
+        """Whether the outcomes on disk are this job's, so that there is nothing to do."""
+        from pipeline.pair import machine
+
+        if not (self.record.exists() and (self.config.paths.outcomes / "manifest.json").exists()):
+            return False
+        return bool(read_json(self.record, f"remove {self.record}") == self.made_of(machine(self.config)))
 
     def retire(self) -> None:
         """Remove the scratch folder, for other workers in one step."""
@@ -271,7 +300,7 @@ def load_alike(config: "PairConfig", scratch: Path, share: Share) -> "PairModels
     path = scratch / "machine.json"
     work_through([Piece("machine", path.exists, lambda: write_shared(path, json_text(here).encode()))], share)
     there = json.loads(path.read_text(encoding="utf-8"))
-    for key in ("device", "name", "threads", "dtype", "drafter_dtype", "versions"):
+    for key in ALIKE:
         if there[key] != here[key]:
             raise UserError(
                 f"The work in {scratch} was begun with {key} {there[key]}, but this worker has {here[key]}, so its "

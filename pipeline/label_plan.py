@@ -49,6 +49,8 @@ def run(config: "PairConfig") -> None:
         "workers": f"{workers[config.label.executor]} ({config.label.executor})",
         "cost": cost_line(config, turns),
     }
+    if job.is_published():
+        lines |= {"done before": f"all; {config.paths.outcomes} holds the outcomes", "cost": "nothing"}
     for name, text in lines.items():
         print(f"{name + ':':<13}{text}")
 

@@ -19,8 +19,8 @@ class Paths:
         data/outcomes/<slug>/                every schedule at every position
         data/traces/<slug>/                  states and schedules as Parquet
         data/evaluation/<slug>/              measured runs
-        reports/<slug>/                      report.{json,md,html}, metrics.json, traces.json, distill.json, plots/,
-                                             tune.{json,html}
+        reports/<slug>/                      report.{json,md,html}, speedup.svg, metrics.json, traces.json,
+                                             distill.json, plots/, tune.{json,html}
         reports/index.html                   the reports of all pairs
         .treegraft/<slug>/<stage>/           half-done work that a killed stage resumes from
     """

@@ -170,6 +170,37 @@ def test_kills_at_random_moments_change_nothing(expected: dict[str, bytes]) -> N
     assert contents(OUTCOMES) == expected
 
 
+def test_outcomes_that_are_there_already_are_not_made_again(
+    expected: dict[str, bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = SCRATCH.with_name("labelled.json")
+
+    def stands() -> bool:
+        """Whether a job finds nothing to do."""
+        return make_job(load_pair(SLUG)).is_published()
+
+    assert not stands(), "there are no outcomes"
+    assert main(["label", SLUG]) == 0
+    capsys.readouterr()
+    for arguments in ([], TORCHRUN, ["--set", "label.executor=ray"]):  # whoever would do the work
+        monkeypatch.setattr("pipeline.label.execute", lambda job: pytest.fail("the work is done again"))
+        assert main(["label", SLUG, *arguments]) == 0
+        assert f"{OUTCOMES} holds the outcomes of this work already" in capsys.readouterr().err
+    assert contents(OUTCOMES) == expected
+    assert main(["label", SLUG, "--plan"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["cost:", "nothing"]
+    assert not make_job(load_pair(SLUG, ["label.max_new_tokens=11"])).is_published()
+    assert not make_job(load_pair(SLUG, ["decoding.width=2"])).is_published()
+    whole = record.read_text()
+    record.write_text(whole.replace('"cpu"', '"cuda"', 1))
+    assert not stands(), "another machine made them"
+    record.write_text(whole)
+    assert stands()
+    manifest = OUTCOMES / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes() + b" ")
+    assert not stands(), "they are others by now"
+
+
 def test_half_done_work_of_another_machine_is_not_continued(
     expected: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ Depth {config.depth}, width {config.width}, look-back {config.look_back}; best f
 Modelled from tables of outcomes and measured latencies, not clocked end to end; for that see the pair's report.
 
 {_speed_table(config.replay)}
-Speed expected at run time until it has been observed: {config.rate_tokens_per_ms:.6g} tokens/ms.
+Rate by which the verified size is chosen, constant at run time: {config.rate_tokens_per_ms:.6g} tokens/ms.
 
 ## Limits
 
@@ -42,6 +42,9 @@ Speed expected at run time until it has been observed: {config.rate_tokens_per_m
 - Text unlike the prompts above may be scheduled badly; the report shows the speed by kind of prompt.
 
 ## Use
+
+`treegraft generate {config.pair} --chat`, or `TreeGraft.from_pretrained("{config.pair}")` from `treegraft.api`, with
+the models beside it. The network alone:
 
 ```python
 from pathlib import Path
