@@ -43,9 +43,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def job(finished: Path, monkeypatch: pytest.MonkeyPatch) -> LabelJob:
-    """The labelling of that folder, of which nothing is left half done; the test runs there."""
+    """The labelling of that folder, of which nothing is left half done and nothing known to be done; it runs there."""
     monkeypatch.chdir(finished)
     shutil.rmtree(finished / ".treegraft" / SLUG / "label", ignore_errors=True)
+    (finished / ".treegraft" / SLUG / "labelled.json").unlink(missing_ok=True)
     return make_job(load_pair(SLUG))
 
 
