@@ -46,7 +46,7 @@ class Job(Protocol):
         """Put the results in their place."""
 
     def retire(self) -> None:
-        """Remove ``scratch``."""
+        """Note that all is done and remove ``scratch``."""
 
 
 def execute(job: Job) -> None:

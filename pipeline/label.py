@@ -265,7 +265,6 @@ class LabelJob:
                 write_bytes(folder / turn.file, self.outcomes_file(turn).read_bytes())
             write_json(folder / "calibration.json", self.calibration().to_json())
             write_json(folder / "manifest.json", manifest)
-        write_json(self.record, self.made_of(read_json(self.scratch / "machine.json", "it is gone")))
 
     @property
     def record(self) -> Path:
@@ -286,7 +285,12 @@ class LabelJob:
         return bool(read_json(self.record, f"remove {self.record}") == self.made_of(machine(self.config)))
 
     def retire(self) -> None:
-        """Remove the scratch folder, for other workers in one step."""
+        """Note that all is done, then remove the scratch folder, for other workers in one step.
+
+        Not noted earlier: a worker that comes while the leader waits for it must still arrive.
+        """
+        machine = json.loads((self.scratch / "machine.json").read_text(encoding="utf-8"))
+        write_json(self.record, self.made_of(machine))
         gone = self.scratch.with_name(self.scratch.name + ".old")
         self.scratch.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)  # what is left of it goes when the next work begins

@@ -180,6 +180,11 @@ def test_outcomes_that_are_there_already_are_not_made_again(
         return make_job(load_pair(SLUG)).is_published()
 
     assert not stands(), "there are no outcomes"
+    job = make_job(load_pair(SLUG))
+    job.begin()
+    job.work(Claims(job.scratch / "claims"), "cpu", shown=False)
+    job.publish()
+    assert not stands(), "the leader may wait for a worker, who must not turn back"
     assert main(["label", SLUG]) == 0
     capsys.readouterr()
     for arguments in ([], TORCHRUN, ["--set", "label.executor=ray"]):  # whoever would do the work
