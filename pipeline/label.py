@@ -144,7 +144,8 @@ class LabelJob:
         return self.config.paths.scratch("label") / scratch_name(self.parts)
 
     def begin(self) -> None:
-        """Make the scratch folder; what another configuration left is removed."""
+        """Make the scratch folder; what another configuration left is removed, and nothing counts as done."""
+        self.record.unlink(missing_ok=True)
         scratch = scratch_folder(self.config.paths.scratch("label"), self.parts)
         for folder in ("answers", *(f"outcomes/{split}" for split in SPLITS)):
             (scratch / folder).mkdir(parents=True, exist_ok=True)
