@@ -36,7 +36,7 @@ def main() -> None:
     from pipeline.evaluate import tuned_strong
     from pipeline.hf_methods import hf_methods
     from pipeline.methods import make_methods, prepare
-    from pipeline.params import load_pair
+    from pipeline.params_file import load_pair
     from pipeline.prompts import load_prompts, select_prompts, split_prompts, take
 
     config = load_pair(options.pair, [f"evaluate.max_new_tokens={options.tokens}", "evaluate.hf_baselines=false"])

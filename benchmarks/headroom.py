@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("pair", help="slug of a pair in params.yaml whose traces are there")
     options = parser.parse_args()
 
-    from pipeline.params import load_pair
+    from pipeline.params_file import load_pair
     from treegraft.values.replay import best_fixed
     from treegraft.values.validation import read_validated
 

@@ -23,7 +23,7 @@ def main() -> None:
     options = parser.parse_args()
 
     from pipeline.pair import load_pair_models
-    from pipeline.params import load_pair
+    from pipeline.params_file import load_pair
     from pipeline.prompts import load_prompts, split_prompts
     from treegraft.decoder import Decoder
     from treegraft.drafters.ngram import prior_table

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     from pipeline.files import write_text
-    from pipeline.params import load_pair
+    from pipeline.params_file import load_pair
     from treegraft.errors import UserError
 
     try:

@@ -84,7 +84,7 @@ def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bo
 
 def _load(pair: str, overrides: Sequence[str]) -> "PairConfig":
     """The pair's configuration, and the environment as it wants it."""
-    from pipeline.params import load_pair
+    from pipeline.params_file import load_pair
 
     config = load_pair(pair, overrides)
     # Before torch is imported, because its thread pools are sized then.
@@ -123,7 +123,7 @@ def _generalize(name: str, pairs: Sequence[str], held_out: Sequence[str], overri
 
 def _run_all(pair: str, overrides: Sequence[str]) -> int:
     """Every stage in its own process, so that the memory of one is free for the next."""
-    from pipeline.params import load_pair
+    from pipeline.params_file import load_pair
 
     load_pair(pair, overrides)  # a mistake shows before the first stage starts
     settings = [argument for override in overrides for argument in ("--set", override)]

@@ -31,7 +31,7 @@ def rebuild(config: PairConfig) -> None:
     A killed run goes on where it stood, from .treegraft/<pair>/draft/.
     """
     from pipeline.distill_drafter import DrafterRecipe, train_drafter
-    from treegraft.sources import locate
+    from treegraft.model_folder import locate
 
     drafters = [drafter for drafter in config.drafters if drafter.distilled is not None]
     if len(drafters) != 1 or drafters[0].distilled is None:
@@ -65,7 +65,7 @@ def _refuse_shared(taught: list[Prompt], others: list[Prompt]) -> None:
 
 def _assemble(config: PairConfig, drafter: DrafterEntry) -> dict[str, Any]:
     """The manifest's entry for one distilled drafter, whose folder is written unless it is up to date."""
-    from treegraft.sources import MANIFEST, digest_of, locate
+    from treegraft.model_folder import MANIFEST, digest_of, locate
 
     _require_target(config)
     if drafter.distilled is None or not drafter.distilled.is_file():

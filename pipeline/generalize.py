@@ -177,7 +177,7 @@ def in_regime(inputs: Inputs, regime: "Regime", iterations: int, path: Path) -> 
     import numpy as np
 
     from pipeline.files import write_bytes
-    from pipeline.label import npz_bytes
+    from pipeline.label_work import npz_bytes
     from pipeline.relabel import label_training
     from treegraft.values.regimes import MEASURED, recosted, regime_costs
     from treegraft.values.replay import best_fixed

@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.label import CALIBRATION_TURNS, LabelJob, make_job
+from pipeline.label import LabelJob, make_job
+from pipeline.label_work import CALIBRATION_TURNS
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:

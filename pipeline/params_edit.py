@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from pipeline.files import locked, write_text
-from pipeline.params import PARAMS_FILE, read_params, resolve_pair
+from pipeline.params_file import PARAMS_FILE, read_params, resolve_pair
 
 LOCK = Path(".treegraft/params.lock")  # two searches may end at once
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.pair import load_pair_models
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from pipeline.prompts import load_prompts, split_prompts, take
 from pipeline.stages import STAGES
 from tests.treegraft.test_decoder import RandomScheduler

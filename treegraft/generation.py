@@ -15,9 +15,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from treegraft.decoder import Generation
-from treegraft.errors import UserError
+from treegraft.errors import UserError, one_line
 from treegraft.sampling import SamplingSettings, TokenChooser
-from treegraft.sources import one_line
 
 DEFAULT_NEW_TOKENS = 20  # transformers', where neither max_new_tokens nor max_length is set
 DEFAULT_TOP_K = 50  # transformers', where a sampled request does not set it

@@ -7,7 +7,8 @@ see sources.py.
 
 import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from treegraft.cpu_kernels import can_quantize, speed_up
 from treegraft.draft_vocabulary import read_draft_vocabulary, restrict_head
-from treegraft.errors import UserError
+from treegraft.errors import UserError, one_line
 from treegraft.lean import LeanForward, lean_forward
-from treegraft.sources import digest_of, locate, one_line, quiet_transformers
+from treegraft.model_folder import digest_of, locate
 from treegraft.tree import IntArray
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -303,6 +304,22 @@ def _load_module(
             f"first {lacking[0]}; the folder mixes two models or its download was cut off"
         )
     return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' warnings and progress bars within the block, and put them back after it."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def context_limit(config: PretrainedConfig, name: str) -> int:

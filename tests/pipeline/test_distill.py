@@ -15,7 +15,8 @@ from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
 from pipeline.distill_inputs import read_inputs
 from pipeline.files import write_json
 from pipeline.labelled import Admission, LabelledStates
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from pipeline.student import Student, fit_student
 from pipeline.students import admission_of, follow, replayed_speed
 from tests.treegraft.tiny import cost_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.params import load_pair, read_params
+from pipeline.params_file import load_pair, read_params
 from pipeline.stages import SECTIONS, STAGES
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ PLUMBING = {
     "pipeline/executors.py",
     "pipeline/files.py",
     "pipeline/params.py",
+    "pipeline/params_file.py",
     "pipeline/paths.py",
     "pipeline/progress.py",
     "pipeline/provenance.py",

@@ -23,7 +23,8 @@ from pipeline.claims import Claims
 from pipeline.cli import main
 from pipeline.executors import _connect, read_rank
 from pipeline.label import make_job
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.errors import UserError
 

@@ -7,7 +7,8 @@ import torch
 import yaml
 
 from pipeline import draft, fetch
-from pipeline.params import PairConfig, resolve_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import resolve_pair
 from tests.treegraft.tiny import save_tiny, tiny_llama
 from treegraft.errors import UserError
 

@@ -25,7 +25,8 @@ import yaml
 
 from pipeline import cli, distill, provenance, students
 from pipeline.evaluate import measure
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from pipeline.prompts import Prompt
 from pipeline.student import Student
 from tests.pipeline.test_distill import config as distill_config  # noqa: F401  a fixture

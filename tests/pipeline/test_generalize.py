@@ -16,7 +16,8 @@ from pipeline.files import write_json
 from pipeline.generalize import Cell, check_alike, check_prompts, fit_saving_rule, in_regime, make_cells, train_general
 from pipeline.generalize_report import GROUPS, METHODS, best_strong, cell_rates, kept_share, markdown
 from pipeline.labelled import decide
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from pipeline.relabel import label_training
 from pipeline.students import choose
 from tests.pipeline.test_distill import ANSWER, CALIBRATION, costs, synthetic_tables

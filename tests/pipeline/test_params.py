@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.params import load_pair, read_params, resolve_pair
+from pipeline.params_file import load_pair, read_params, resolve_pair
 from pipeline.stages import SECTIONS, section_values
 from treegraft.errors import UserError
 from treegraft.settings import DraftSettings, NgramSettings

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline import profile
 from pipeline.files import write_json
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from tests.pipeline.tiny_pair import SLUG, make_pair
 from tests.treegraft.tiny import cost_model, tiny_language_model
 from treegraft.costs import LatencyCurve

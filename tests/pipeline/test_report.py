@@ -14,7 +14,8 @@ from pipeline import svg
 from pipeline.aggregate import build_report
 from pipeline.files import read_json
 from pipeline.measurements import METHODS, OWN_METHODS, parse_run, parse_summary
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from pipeline.report import metrics, plots, run
 from pipeline.report_html import render_html, render_markdown
 from pipeline.report_picture import render_picture

