@@ -85,6 +85,7 @@ def finish_fits(config: "PairConfig", inputs: Inputs, digest: str) -> list[Fit]:
 def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) -> dict[str, Any]:
     """The content of distill.json; rates are replayed tokens per ms (``fits``: passes over prompts left out)."""
     from pipeline.baselines import BASELINES, fit_baseline
+    from pipeline.headroom import best_layers
 
     states = labelled(inputs.train, None)
     learners: dict[str, Any] = {"student": best.student.network}
@@ -92,7 +93,11 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
     names = [drafter.name for drafter in config.drafters]
     splits = {"train": inputs.train, "validation": inputs.validation, "test": inputs.test}
     admissions = {name: admission_of(learner, inputs) for name, learner in learners.items()}
-    replay = {split: _rates(tables, learners, admissions, inputs.best_fixed, names) for split, tables in splits.items()}
+    # As for the best fixed schedule, test prompts have no say in how many layers a drafter alone drafts in.
+    plans = {"ngram": (0,) * len(inputs.best_fixed)}
+    plans |= {_alone(names, j): best_layers(inputs.validation, j) for j in range(1, len(names))}
+    plans["fixed"] = inputs.best_fixed
+    replay = {split: _rates(tables, learners, admissions, plans) for split, tables in splits.items()}
     return {
         "schema": SCHEMA,
         "pair": config.slug,
@@ -120,24 +125,22 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
     }
 
 
+def _alone(drafters: list[str], drafter: int) -> str:
+    """What a drafter by itself is called: the last one "strong", those between the light one and it by their names."""
+    return "strong" if drafter == len(drafters) - 1 else f"alone_{drafters[drafter]}"
+
+
 def _rates(
     tables: "OutcomeTables",
     learners: dict[str, Any],
     admissions: dict[str, Admission],
-    schedule: tuple[int, ...],
-    drafters: list[str],
+    plans: dict[str, tuple[int, ...]],
 ) -> dict[str, float]:
-    """Replayed rate of everything that can be compared on one split."""
+    """Replayed rate of everything that can be compared on one split; ``plans``: the fixed schedules among it."""
     from treegraft.values.replay import oracle, plain, replay_fixed
 
-    def fixed(actions: tuple[int, ...]) -> float:
-        return replay_fixed(tables, actions).tokens_per_ms
-
-    depth, last = len(schedule), len(drafters) - 1
-    rates = {"plain": plain(tables).tokens_per_ms, "ngram": fixed((0,) * depth), "strong": fixed((last,) * depth)}
-    # With more than two drafters, those between the light and the dearest one go by their names.
-    rates |= {f"always_{drafters[j]}": fixed((j,) * depth) for j in range(1, last)}
-    rates["fixed"] = fixed(schedule)
+    rates = {"plain": plain(tables).tokens_per_ms}
+    rates |= {name: replay_fixed(tables, plan).tokens_per_ms for name, plan in plans.items()}
     rates |= {name: follow(learner, tables, admissions[name]).tokens_per_ms for name, learner in learners.items()}
     rates["oracle"] = oracle(tables).tokens_per_ms
     return rates
@@ -145,7 +148,7 @@ def _rates(
 
 def _captured(rates: dict[str, float], names: list[str]) -> dict[str, float | None]:
     """Share of the way from the best single drafter to the oracle; None where the oracle is no faster."""
-    single = max(rate for name, rate in rates.items() if name in ("ngram", "strong") or name.startswith("always_"))
+    single = max(rate for name, rate in rates.items() if name in ("ngram", "strong") or name.startswith("alone_"))
     headroom = rates["oracle"] - single
     return {name: (rates[name] - single) / headroom if headroom > 0 else None for name in names}
 

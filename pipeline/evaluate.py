@@ -207,7 +207,7 @@ def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
             "best_fixed": list(bench.scheduler.best_fixed),
             "strong_depth": strong_depths,
         },
-        "replay": replayed(bench) if comparable else None,
+        "replay": replayed(bench, strong_depths[0]) if comparable else None,
         "calibration": node_calibration(bench) if comparable else None,
     }
 
@@ -218,8 +218,12 @@ def decisions(bench: Bench) -> "np.ndarray":
     return decide(bench.network, bench.tables["test"], admission)
 
 
-def replayed(bench: Bench) -> dict[str, Any]:
-    """Modelled tokens per ms of every method on the test tables, in all and for each benchmark."""
+def replayed(bench: Bench, strong_depth: int) -> dict[str, Any]:
+    """Modelled tokens per ms of every method on the test tables, in all and for each benchmark.
+
+    The tables know no tree that ends before its last layer: below ``strong_depth`` the strong drafter alone gets what
+    n-grams add there, for next to nothing.
+    """
     import numpy as np
 
     from treegraft.values.replay import joint_rate, oracle, plain, replay, replay_fixed
@@ -228,7 +232,7 @@ def replayed(bench: Bench) -> dict[str, Any]:
     seen = [bench.tables[split] for split in ("train", "validation")]
     schedules: dict[str, tuple[int, ...]] = {
         "ngram": (),
-        "strong": (m - 1,) * tables.depth,
+        "strong": (m - 1,) * strong_depth + (0,) * (tables.depth - strong_depth),
         "fixed": bench.scheduler.best_fixed,
     }
     # Verified sizes at the rates that the measured methods used.

@@ -106,10 +106,11 @@ def cell_rates(cell: "Cell", own: "MarginNetwork", general: "MarginNetwork", rul
 
 def best_strong(inputs: "Inputs") -> tuple[int, ...]:
     """The drafter model and the number of layers that are fastest on the validation prompts when it drafts alone."""
+    from pipeline.headroom import best_layers
     from treegraft.values.replay import replay_fixed
 
     tables = inputs.validation
-    plans = [(j,) * layers for j in range(1, tables.drafters) for layers in range(1, tables.depth + 1)]
+    plans = [best_layers(tables, j) for j in range(1, tables.drafters)]
     return max(plans, key=lambda plan: replay_fixed(tables, plan).tokens_per_ms)
 
 

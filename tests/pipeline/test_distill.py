@@ -14,6 +14,7 @@ from pipeline import distill
 from pipeline.baselines import BASELINES, fit_baseline, grouped_folds
 from pipeline.distill_inputs import read_inputs
 from pipeline.files import write_json
+from pipeline.headroom import best_layers
 from pipeline.labelled import Admission, LabelledStates
 from pipeline.params import PairConfig
 from pipeline.params_file import load_pair
@@ -27,7 +28,7 @@ from treegraft.scheduling.checkpoint import load_scheduler
 from treegraft.scheduling.features import feature_groups, feature_names
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.values.lattice import Outcomes
-from treegraft.values.replay import best_fixed, fixed_actions, replay
+from treegraft.values.replay import best_fixed, fixed_actions, replay, replay_fixed
 from treegraft.values.states import offset, schedules
 from treegraft.values.tables import OutcomeTables, build_tables
 from treegraft.values.traces import read_traces, trace_manifest, write_split
@@ -296,6 +297,30 @@ def test_the_stage_exports_a_scheduler_that_beats_fixed_policies(config: PairCon
     assert stored.calibration == CALIBRATION
     assert CostModel.from_json(stored.cost_model).digest() == stored.cost_model_digest
     assert not list(Path().glob("lightning_logs")) + list(Path().glob("checkpoints"))
+
+
+@pytest.mark.parametrize(("call_ms", "layers"), [(0.5, 2), (40.0, 1)])
+def test_the_strong_drafter_alone_drafts_in_as_many_layers_as_pay(call_ms: float, layers: int) -> None:
+    curve = LatencyCurve([1, 8], [64, 256], [[call_ms, call_ms], [call_ms, call_ms]])
+    priced = replace(costs(), drafters=(None, curve))
+    assert best_layers(replace(synthetic_tables(4, ANSWER, 1), costs=priced), 1) == ((1, 0), (1, 1))[layers - 1]
+
+
+def test_validation_prompts_say_how_deep_the_strong_drafter_alone_drafts(
+    config: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def best(tables: OutcomeTables, drafter: int) -> tuple[int, ...]:
+        asked.append((tables.prompt_ids, drafter))
+        return (1, 0)
+
+    monkeypatch.setattr("pipeline.headroom.best_layers", best)
+    monkeypatch.setattr("pipeline.baselines.BASELINES", ("linear",))
+    distill.run(config)
+    assert asked == [(read_traces(config.paths.traces, "validation").prompt_ids, 1)]
+    for split, rates in json.loads(config.paths.distill_metrics.read_text())["replay"].items():
+        assert rates["strong"] == replay_fixed(read_traces(config.paths.traces, split), (1, 0)).tokens_per_ms
 
 
 def test_a_dearer_pass_over_the_prompt_changes_neither_scores_nor_savings(config: PairConfig) -> None:

@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
+from pipeline.evaluate import replayed
 from pipeline.measurements import OWN_METHODS
+from pipeline.methods import prepare
+from pipeline.params_file import load_pair
 from pipeline.stages import STAGES
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
 from treegraft.scheduling.network import MarginNetwork
+from treegraft.values.replay import joint_rate, replay_fixed
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -81,6 +85,22 @@ def test_the_report_says_where_its_figures_come_from(finished: Path) -> None:
     page = (finished / "reports/index.html").read_text()
     assert f'href="{SLUG}/report.html"' in page
     assert report["headline"]["text"] in page
+
+
+def test_the_strong_drafter_is_replayed_at_the_depth_that_is_measured(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    bench = prepare(load_pair(SLUG))
+    found = []
+    for depth in range(1, bench.config.decoding.depth + 1):
+        plan = (1,) * depth  # layers that it leaves out skip
+        rate = joint_rate([replay_fixed(bench.tables[split], plan) for split in ("train", "validation")])
+        found.append(replay_fixed(bench.tables["test"], plan, rate).tokens_per_ms)
+        assert replayed(bench, depth)["tokens_per_ms"]["strong"] == found[-1]
+    assert len(set(found)) == len(found) > 1
+    summary = json.loads(Path(f"data/evaluation/{SLUG}/summary.json").read_text())
+    assert summary["replay"]["tokens_per_ms"]["strong"] == found[summary["settings"]["strong_depth"][0] - 1]
 
 
 @pytest.fixture
