@@ -222,7 +222,7 @@ def replayed(bench: Bench, strong_depth: int) -> dict[str, Any]:
     """Modelled tokens per ms of every method on the test tables, in all and for each benchmark.
 
     The tables know no tree that ends before its last layer: below ``strong_depth`` the strong drafter alone gets what
-    n-grams add there, for next to nothing.
+    n-grams add there, which is more than the measured one has.
     """
     import numpy as np
 

@@ -183,7 +183,9 @@ def test_an_interrupt_of_all_waits_for_its_stage(tmp_path: Path) -> None:
         "    pathlib.Path('ended').touch()\n"
     )
     program = (
-        "import sys\n"
+        "import signal, sys\n"
+        # A background job of a shell inherits that the signal is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from pipeline import cli\n"
         "call = cli._call\n"
         "cli._call = lambda command: call([sys.executable, 'child.py'])\n"
