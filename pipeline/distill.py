@@ -9,6 +9,7 @@ all chosen by the replayed speed on the validation prompts, a loss decides nothi
     .treegraft/<pair>/distill/    finished fits, from which a killed run goes on to the same bytes
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.distill_inputs import Inputs, fits_digest, read_inputs, versions
@@ -94,10 +95,11 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
     splits = {"train": inputs.train, "validation": inputs.validation, "test": inputs.test}
     admissions = {name: admission_of(learner, inputs) for name, learner in learners.items()}
     # As for the best fixed schedule, test prompts have no say in how many layers a drafter alone drafts in.
-    plans = {"ngram": (0,) * len(inputs.best_fixed)}
-    plans |= {_alone(names, j): best_layers(inputs.validation, j) for j in range(1, len(names))}
-    plans["fixed"] = inputs.best_fixed
+    single: dict[str, tuple[int, ...]] = {"ngram": ()}
+    single |= {_alone(names, j): best_layers(inputs.validation, j) for j in range(1, len(names))}
+    plans = single | {"fixed": inputs.best_fixed}
     replay = {split: _rates(tables, learners, admissions, plans) for split, tables in splits.items()}
+    judged = [*learners, "fixed"]
     return {
         "schema": SCHEMA,
         "pair": config.slug,
@@ -105,7 +107,7 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
         "speedup": {
             split: {name: rate / rates["plain"] for name, rate in rates.items()} for split, rates in replay.items()
         },
-        "captured": {split: _captured(rates, [*learners, "fixed"]) for split, rates in replay.items()},
+        "captured": {split: _captured(rates, single, judged) for split, rates in replay.items()},
         "cross_validation": cross_validate(inputs.train, states),
         "best_fixed": list(inputs.best_fixed),
         "saving_ms": {name: admission.saving_ms for name, admission in admissions.items()},
@@ -146,11 +148,11 @@ def _rates(
     return rates
 
 
-def _captured(rates: dict[str, float], names: list[str]) -> dict[str, float | None]:
-    """Share of the way from the best single drafter to the oracle; None where the oracle is no faster."""
-    single = max(rate for name, rate in rates.items() if name in ("ngram", "strong") or name.startswith("alone_"))
-    headroom = rates["oracle"] - single
-    return {name: (rates[name] - single) / headroom if headroom > 0 else None for name in names}
+def _captured(rates: dict[str, float], single: Iterable[str], names: list[str]) -> dict[str, float | None]:
+    """Share of the way from the best of the drafters ``single`` to the oracle; None where the oracle is no faster."""
+    best = max(rates[name] for name in single)
+    headroom = rates["oracle"] - best
+    return {name: (rates[name] - best) / headroom if headroom > 0 else None for name in names}
 
 
 def cross_validate(tables: "OutcomeTables", states: LabelledStates) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def replayed(bench: Bench, strong_depth: int) -> dict[str, Any]:
     seen = [bench.tables[split] for split in ("train", "validation")]
     schedules: dict[str, tuple[int, ...]] = {
         "ngram": (),
-        "strong": (m - 1,) * strong_depth + (0,) * (tables.depth - strong_depth),
+        "strong": (m - 1,) * strong_depth,
         "fixed": bench.scheduler.best_fixed,
     }
     # Verified sizes at the rates that the measured methods used.

@@ -75,10 +75,10 @@ def yardsticks(parts: "Sequence[OutcomeTables]") -> Yardsticks:
 
 
 def best_layers(tables: "OutcomeTables", drafter: int) -> Schedule:
-    """``drafter`` alone in as many layers as are fastest on ``tables``, n-grams in the rest: its tuned baseline."""
+    """``drafter`` alone in as many layers as are fastest on ``tables``, n-grams after them: its tuned baseline."""
     from treegraft.values.replay import replay_fixed
 
-    plans = [(drafter,) * layers + (0,) * (tables.depth - layers) for layers in range(1, tables.depth + 1)]
+    plans = [(drafter,) * layers for layers in range(1, tables.depth + 1)]
     return max(plans, key=lambda plan: replay_fixed(tables, plan).tokens_per_ms)
 
 

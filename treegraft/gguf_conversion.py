@@ -17,10 +17,10 @@ def convert_gguf(name: str, gguf: Path, folder: Path) -> None:
         import gguf as _  # noqa: F401  (transformers needs it, and would say so less plainly)
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-        from treegraft.models import quiet_transformers
     except ImportError as error:
         raise UserError(f"model '{name}': reading a GGUF file needs the package gguf: `pip install gguf`") from error
+    from treegraft.models import quiet_transformers
+
     with gguf.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UserError(f"model '{name}': {gguf} is not a GGUF file")

@@ -50,6 +50,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("module", ["label.py", "label_work.py", "lattice.py"])
+def test_work_of_other_code_is_not_continued(root: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    monkeypatch.chdir(root)
+    before, read = make_job(load_pair(SLUG)).scratch, Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == module))
+    assert make_job(load_pair(SLUG)).scratch != before
+
+
 @pytest.fixture
 def expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The bytes to come out; the test runs in the pair's folder, which holds no half-done work and no outcomes."""
