@@ -10,6 +10,7 @@ all chosen by the replayed speed on the validation prompts, a loss decides nothi
 """
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.distill_inputs import Inputs, fits_digest, read_inputs, versions
@@ -110,7 +111,7 @@ def measure(config: "PairConfig", inputs: Inputs, fits: list[Fit], best: Fit) ->
         "captured": {split: _captured(rates, single, judged) for split, rates in replay.items()},
         "cross_validation": cross_validate(inputs.train, states),
         "best_fixed": list(inputs.best_fixed),
-        "saving_ms": {name: admission.saving_ms for name, admission in admissions.items()},
+        "saving": {name: asdict(admission.saving) for name, admission in admissions.items()},
         "chosen": {"seed": best.seed, "round": best.round, "epoch": best.student.epoch},
         "fits": [
             {
@@ -198,12 +199,13 @@ def _scheduler_config(
     config: "PairConfig", inputs: Inputs, digest: str, best: Fit, metrics: dict[str, Any]
 ) -> "SchedulerConfig":
     """Everything but the weights, without times or host names, so that equal inputs give equal bytes."""
+    from treegraft.scheduling.admission import Saving
     from treegraft.scheduling.checkpoint import SchedulerConfig
 
     costs = inputs.train.costs
     network = best.student.network
     settings = config.decoding.settings()
-    admission = Admission(metrics["saving_ms"]["student"], inputs.new_tokens)
+    admission = Admission(Saving(**metrics["saving"]["student"]), inputs.new_tokens)
     seen = [follow(network, tables, admission) for tables in (inputs.train, inputs.validation)]
     kinds = sorted(set(inputs.train.kinds))
     return SchedulerConfig(
@@ -220,7 +222,7 @@ def _scheduler_config(
         verified_sizes=settings.verified_sizes,
         # Of the steps alone: the decoder compares it with milliseconds of a step.
         rate_tokens_per_ms=float(sum(run.tokens.sum() for run in seen) / sum(run.decode_ms.sum() for run in seen)),
-        saving_ms=admission.saving_ms,
+        saving=admission.saving,
         best_fixed=inputs.best_fixed,
         calibration=inputs.calibration,
         cost_model=costs.to_json(),

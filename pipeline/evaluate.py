@@ -214,7 +214,7 @@ def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
 
 def decisions(bench: Bench) -> "np.ndarray":
     """What the scheduler does in every state of the test tables, in requests of the measured length: int [P, S]."""
-    admission = Admission(bench.scheduler.saving_ms, bench.config.evaluate.max_new_tokens)
+    admission = Admission(bench.scheduler.saving, bench.config.evaluate.max_new_tokens)
     return decide(bench.network, bench.tables["test"], admission)
 
 

@@ -20,7 +20,6 @@ from pipeline.files import file_digest, scratch_folder
 from pipeline.labelled import Admission, LabelledStates
 from pipeline.students import (
     Fit,
-    admission_of,
     by_visits,
     choose,
     fit_one,
@@ -31,6 +30,7 @@ from pipeline.students import (
     one_thread,
     replayed_speed,
     rounds,
+    savings,
     train_rounds,
     train_students,
 )
@@ -275,19 +275,26 @@ def train_own(config: "PairConfig", cell: Cell, folder: Path) -> list[Fit]:
 
 @dataclass(frozen=True)
 class SavingRule:
-    """What calls save on a token, as a share of one of the target's, linear in what a cost model says of a machine.
+    """What calls save on a token, as a share of one of the target's, linear in what a cost model says of a machine and
+    in the log of the prompt's length.
 
-    A pair's own scheduler has this number from replay of its traces; a pair that was never seen has none.
+    A pair's own scheduler has this from replay of its traces; a pair that was never seen has none.
     """
 
     coefficients: "np.ndarray"
-    """Of ``machine``, [n]."""
+    """Of ``machine`` and the log, [n + 1]."""
+    prompt_tokens: tuple[int, ...]
+    """Of the shortest and the longest prompt seen; one number if these are alike."""
 
     def admission(self, costs: "CostModel", new_tokens: int) -> Admission:
         """For requests of ``new_tokens`` on a machine."""
+        import numpy as np
+
+        from treegraft.scheduling.admission import Saving
         from treegraft.values.regimes import token_ms
 
-        return Admission(float(self.coefficients @ machine(costs)) * token_ms(costs), new_tokens)
+        shares = self.coefficients[:-1] @ machine(costs) + self.coefficients[-1] * np.log(self.prompt_tokens)
+        return Admission(Saving(self.prompt_tokens, tuple((shares * token_ms(costs)).tolist())), new_tokens)
 
 
 def machine(costs: "CostModel") -> "np.ndarray":
@@ -300,11 +307,20 @@ def machine(costs: "CostModel") -> "np.ndarray":
 
 
 def fit_saving_rule(network: "MarginNetwork", seen: list[Inputs]) -> SavingRule:
-    """Least squares over the cells that the general student was trained on."""
+    """Least squares over the turns of the cells that the general student was trained on, which weigh alike."""
     import numpy as np
 
     from treegraft.values.regimes import token_ms
 
-    shares = [admission_of(network, part).saving_ms / token_ms(part.train.costs) for part in seen]
-    found = np.linalg.lstsq(np.stack([machine(part.train.costs) for part in seen]), np.array(shares), rcond=None)
-    return SavingRule(found[0])
+    rows, shares, weights = [], [], []
+    ends: set[int] = set()
+    for part in seen:
+        costs = part.train.costs
+        lengths, saved, tokens = savings(network, part)
+        rows.append(np.column_stack([np.tile(machine(costs), (len(lengths), 1)), np.log(lengths)]))
+        shares.append(saved / token_ms(costs))
+        weights.append(np.sqrt(tokens / tokens.sum()))
+        ends |= {int(lengths.min()), int(lengths.max())}
+    weight = np.concatenate(weights)
+    found = np.linalg.lstsq(np.concatenate(rows) * weight[:, None], np.concatenate(shares) * weight, rcond=None)
+    return SavingRule(found[0], tuple(sorted({min(ends), max(ends)})))

@@ -9,6 +9,7 @@ import numpy as np
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
+    from treegraft.scheduling.admission import Saving
     from treegraft.scheduling.network import MarginNetwork
     from treegraft.values.tables import OutcomeTables
 
@@ -52,8 +53,7 @@ def rows_of(values: np.ndarray) -> np.ndarray:
 class Admission:
     """What decides, when a request begins, whether it calls drafter models at all (``scheduling/admission.py``)."""
 
-    saving_ms: float
-    """On each token, once a drafter knows the prompt."""
+    saving: "Saving"
     new_tokens: int
     """Most tokens of an answer."""
 
@@ -73,6 +73,7 @@ def decide(
     margins = margins_of(rows_of(tables.features)).reshape(*tables.features.shape[:2], -1)  # [P, S, m - 1]
     if admission is not None:
         passes = prompt_passes(tables.costs, tables.prompt_tokens)
-        may = admitted(admission.saving_ms, admission.new_tokens, passes)  # [prompts, m - 1]
+        saving = admission.saving.at(tables.prompt_tokens)  # [prompts]
+        may = admitted(saving[:, None], admission.new_tokens, passes)  # [prompts, m - 1]
         margins = np.where(may[tables.prompt_of][:, None], margins, 0.0)
     return greedy_actions(margins)

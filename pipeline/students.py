@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from pipeline.labelled import Admission, LabelledStates, decide, rows_of
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pipeline.baselines import Predict
     from pipeline.distill_inputs import Inputs
     from pipeline.params import PairConfig
@@ -180,17 +182,35 @@ def follow(
 
 
 def admission_of(predict: "MarginNetwork | Predict", inputs: "Inputs") -> Admission:
-    """What calls save on a token of the training and validation prompts against drafting with n-grams alone."""
+    """What calls save on a token of the training and validation prompts: the line, over the log of a prompt's length,
+    that fits the turns best."""
+    import numpy as np
+
+    from treegraft.scheduling.admission import Saving
+
+    lengths, saved, tokens = savings(predict, inputs)
+    ends = np.unique([lengths.min(), lengths.max()])  # one where all prompts are of one length
+    columns, weights = np.vander(np.log(lengths), 2), np.sqrt(tokens)
+    line = np.linalg.lstsq(columns * weights[:, None], saved * weights, rcond=None)[0]
+    saving = Saving(tuple(ends.tolist()), tuple((np.vander(np.log(ends), 2) @ line).tolist()))
+    return Admission(saving, inputs.new_tokens)
+
+
+def savings(predict: "MarginNetwork | Predict", inputs: "Inputs") -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
+    """Of every turn of the training and validation prompts, each [n]: the prompt's tokens, the milliseconds that
+    calls save on a token of the answer against drafting with n-grams alone, passes over prompts left out, and the
+    answer's tokens."""
+    import numpy as np
+
     from treegraft.values.replay import replay_fixed
 
-    calling = never = 0.0
-    tokens = 0
+    lengths, saved, tokens = [], [], []
     for tables in (inputs.train, inputs.validation):
-        result = follow(predict, tables)
-        calling += float((result.decode_ms - result.pass_ms).sum())
-        never += float(replay_fixed(tables, ()).decode_ms.sum())
-        tokens += int(result.tokens.sum())
-    return Admission((never - calling) / tokens, inputs.new_tokens)
+        calling, never = follow(predict, tables), replay_fixed(tables, ())
+        lengths.append(tables.prompt_tokens)
+        saved.append((never.decode_ms - (calling.decode_ms - calling.pass_ms)) / calling.tokens)
+        tokens.append(calling.tokens)
+    return np.concatenate(lengths), np.concatenate(saved), np.concatenate(tokens)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def make_decoder(
 def learned_scheduler(network: MarginNetwork, config: SchedulerConfig) -> LearnedScheduler:
     """The policy of a checkpoint."""
     known = feature_names(config.depth, len(config.drafters))
-    return LearnedScheduler(network, list(config.feature_names), known, config.saving_ms)
+    return LearnedScheduler(network, list(config.feature_names), known, config.saving)
 
 
 class TreeGraft:

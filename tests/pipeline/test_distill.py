@@ -20,10 +20,12 @@ from pipeline.params import PairConfig
 from pipeline.params_file import load_pair
 from pipeline.student import Student, fit_student
 from pipeline.students import admission_of, follow, replayed_speed
+from tests.treegraft.scheduling.test_network import random_network
 from tests.treegraft.tiny import cost_model
 from treegraft.api import learned_scheduler
 from treegraft.costs import CostModel, LatencyCurve
 from treegraft.errors import UserError
+from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import load_scheduler
 from treegraft.scheduling.features import feature_groups, feature_names
 from treegraft.scheduling.network import MarginNetwork
@@ -286,10 +288,11 @@ def test_the_stage_exports_a_scheduler_that_beats_fixed_policies(config: PairCon
     assert all(rate > 0 for rate in metrics["cross_validation"]["tokens_per_ms"].values())
     # What is exported is what was measured.
     tables = read_traces(config.paths.traces, "test")
-    admission = Admission(stored.saving_ms, ANSWER)
+    admission = Admission(stored.saving, ANSWER)
     followed = distill.follow(network, tables, admission)
     assert followed.tokens_per_ms == rates["student"] == stored.replay["test"]["student"]
-    assert stored.saving_ms == metrics["saving_ms"]["student"] > 0
+    assert stored.saving == Saving(**{name: tuple(values) for name, values in metrics["saving"]["student"].items()})
+    assert min(stored.saving.ms) > 0
     best = max(fit["validation"] for fit in metrics["fits"])
     validation = read_traces(config.paths.traces, "validation")
     assert distill.follow(network, validation).warm_tokens_per_ms == best
@@ -337,8 +340,37 @@ def test_a_dearer_pass_over_the_prompt_changes_neither_scores_nor_savings(config
         there = replace(inputs, train=parts[0], validation=parts[1], test=parts[2])
         passes = follow(always, there.train).pass_ms
         assert passes.min() > 0.9 * pass_ms - 0.2
-        found.append((replayed_speed(there, None)(always), admission_of(always, there).saving_ms))
+        found.append((replayed_speed(there, None)(always), *admission_of(always, there).saving.ms))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[40, 60, 90, 400], [40]])
+def test_savings_are_those_of_the_turns_in_the_mean_and_along_their_lengths(
+    config: PairConfig, lengths: list[int]
+) -> None:
+    """Least squares: what the line misses, weighted by tokens, adds up to nothing, nor does it lean on the length."""
+    inputs = read_inputs(config)
+    changed = []
+    for part in (inputs.train, inputs.validation, inputs.test):
+        prompts = len(part.prompt_ids)
+        changed.append(replace(part, prompt_tokens=np.resize(lengths, prompts)))
+    inputs = replace(inputs, train=changed[0], validation=changed[1], test=changed[2])
+    features = len(inputs.train.feature_names)
+    sometimes = random_network((features, 4, 1), 3)
+    saving = admission_of(sometimes, inputs).saving
+    assert saving.prompt_tokens == tuple(dict.fromkeys((min(lengths), max(lengths))))
+    total = lean = size = 0.0
+    for part in (inputs.train, inputs.validation):
+        calling, never = follow(sometimes, part), replay_fixed(part, ())
+        missed = (
+            never.decode_ms - (calling.decode_ms - calling.pass_ms) - saving.at(part.prompt_tokens) * calling.tokens
+        )
+        total += missed.sum()
+        lean += (missed * np.log(part.prompt_tokens)).sum()
+        size += np.abs(missed).sum()
+    assert size > 1.0  # turns differ, so there is something to miss
+    assert abs(total) < 1e-6 * size
+    assert abs(lean) < 1e-5 * size
 
 
 def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
@@ -402,7 +434,7 @@ def test_groups_of_features_that_are_left_out_are_in_neither_student_nor_checkpo
     assert list(stored.feature_names) == groups["published"] + groups["tree"]
     tables = read_traces(config.paths.traces, "test")
     seen = tables.with_features(list(stored.feature_names))
-    admission = Admission(stored.saving_ms, ANSWER)
+    admission = Admission(stored.saving, ANSWER)
     assert distill.follow(network, seen, admission).tokens_per_ms == stored.replay["test"]["student"]
     # A decoder gives its scheduler all features, whatever the network takes.
     scheduler = learned_scheduler(network, stored)

@@ -20,6 +20,7 @@ from pipeline.methods import prepare
 from pipeline.params_file import load_pair
 from pipeline.stages import STAGES
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
+from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.values.replay import joint_rate, replay_fixed
@@ -152,7 +153,7 @@ def test_a_scheduler_that_always_calls_is_reported_as_a_loss(copy_of: Path) -> N
     network, config = load_scheduler(folder)
     weights = [np.zeros_like(weight) for weight in network.weights]
     biases = [np.zeros_like(bias) for bias in network.biases[:-1]] + [np.ones_like(network.biases[-1])]
-    eager = replace(config, saving_ms=1e6)  # no prompt is too long for it
+    eager = replace(config, saving=Saving((1,), (1e6,)))  # no prompt is too long for it
     save_scheduler(folder, MarginNetwork(weights, biases, network.means, network.scales), eager)
     assert stage("evaluate", "--set", "evaluate.hf_baselines=false") == 0
     runs = copy_of / f"data/evaluation/{SLUG}/runs.jsonl"

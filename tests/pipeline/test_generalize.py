@@ -311,19 +311,21 @@ def test_the_strong_drafter_gets_its_best_depth(inputs: Inputs) -> None:
 
 def test_savings_that_are_linear_are_found(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule gives back a law that holds in every training cell, on a machine that was none of them."""
-    law = np.array([0.2, -0.3, 0.1, 0.05])
+    law, by_length = np.array([0.2, -0.3, 0.1, 0.05]), -0.02
+    lengths = np.array([30, 500, 90])
 
     def machines(*given: Regime) -> list[Inputs]:
         return [replace(inputs, train=recosted(inputs.train, regime_costs(costs(), one))) for one in given]
 
-    def saving(_: Any, part: Inputs) -> generalize.Admission:
+    def savings(_: Any, part: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         model = part.train.costs
-        return generalize.Admission(float(law @ generalize.machine(model)) * regimes.token_ms(model), ANSWER)
+        shares = law @ generalize.machine(model) + by_length * np.log(lengths)
+        return lengths, shares * regimes.token_ms(model), np.array([7, 4, 9])
 
-    monkeypatch.setattr(generalize, "admission_of", saving)
+    monkeypatch.setattr(generalize, "savings", savings)
     grid = [Regime("", ratio, slope) for ratio in (0.1, 0.3, 0.6) for slope in (0.1, 1.0, 2.0)]
     rule = fit_saving_rule(network_of_size(inputs.train), machines(MEASURED, *grid))
     (new,) = machines(Regime("", 0.2, 0.5))
     model = scaled_costs(new.train.costs, 3.0)
-    assert rule.admission(model, 7).saving_ms == pytest.approx(3 * saving(None, new).saving_ms)
+    assert rule.admission(model, 7).saving.at(lengths) == pytest.approx(3 * savings(None, new)[1])
     assert rule.admission(model, 7).new_tokens == 7

@@ -38,6 +38,7 @@ from treegraft.decoder import Decoder
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
 from treegraft.errors import UserError
 from treegraft.sampling import SamplingSettings
+from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.scheduling.policy import LearnedScheduler, never
@@ -71,7 +72,7 @@ PROMPT = [3, 7, 3, 7, 5, 9, 3, 7, 5, 11, 3, 7, 9, 5]
 GREEDY = SamplingSettings()
 
 
-def observed(schedule: str, sampling: SamplingSettings = GREEDY, saving_ms: float | None = None) -> list[ObservedStep]:
+def observed(schedule: str, sampling: SamplingSettings = GREEDY, saving: Saving | None = None) -> list[ObservedStep]:
     """All steps of an answer of a tiny pair, whose scheduler calls late in each step or as random weights say."""
     names = feature_names(SETTINGS.depth, 2)
     weights = [np.random.default_rng(1).normal(size=(len(names), 1)).astype(np.float32)]
@@ -82,7 +83,7 @@ def observed(schedule: str, sampling: SamplingSettings = GREEDY, saving_ms: floa
         bias = -0.6  # layers 3 and 4 of 4
     zeros, ones = np.zeros(len(names), np.float32), np.ones(len(names), np.float32)
     network = MarginNetwork(weights, [np.array([bias], np.float32)], zeros, ones)
-    watched = WatchedScheduler(LearnedScheduler(network, names, names, saving_ms), never())
+    watched = WatchedScheduler(LearnedScheduler(network, names, names, saving), never())
     drafters: list[Drafter] = [
         NgramDrafter(0, SETTINGS.ngram),
         LanguageModelDrafter(1, NEAR, check_vocabularies(TARGET, NEAR)),
@@ -171,7 +172,7 @@ def test_a_recorded_step_holds_what_the_decoder_emitted_there(schedule: str, sam
 
 
 def test_no_margin_is_shown_where_the_request_calls_nothing() -> None:
-    layers = [layer for step in observed("late", saving_ms=-1.0) for layer in step.decisions]
+    layers = [layer for step in observed("late", saving=Saving((1,), (-1.0,))) for layer in step.decisions]
     assert {(layer.action, *layer.margins) for layer in layers} == {(0,)}
     assert {len(layer.margins) for step in observed("late") for layer in step.decisions} == {1}
 

@@ -11,6 +11,7 @@ import numpy as np
 from tests.treegraft.tiny import cost_model, save_tiny, tiny_tokenizer
 from treegraft.costs import LatencyCurve
 from treegraft.drafters.ngram import prior_table
+from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import SchedulerConfig, save_scheduler
 from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
@@ -52,7 +53,7 @@ def make_scheduler(root: Path) -> Path:
             ngram=ngram,
             verified_sizes=(0, 1, 2, 4, 8),
             rate_tokens_per_ms=1.0,
-            saving_ms=1000.0,
+            saving=Saving((1,), (1000.0,)),
             best_fixed=(0,) * DEPTH,
             calibration=Calibration(prior_table(ngram), (1.0, 1.1)).to_json(),
             cost_model=costs.to_json(),

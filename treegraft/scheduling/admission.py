@@ -6,27 +6,50 @@ traces, against the pass. Both go on growing apart the wrong way as the text goe
 left to save on shorter), so a request that does not admit a drafter at its start never does.
 """
 
-from typing import overload
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treegraft.costs import CostModel
+from treegraft.errors import UserError
 
 
-@overload
-def admitted(saving_ms: float, new_tokens: int, prompt_ms: float) -> bool: ...
-@overload
-def admitted(saving_ms: float, new_tokens: int, prompt_ms: NDArray[np.float64]) -> NDArray[np.bool_]: ...
-def admitted(saving_ms: float, new_tokens: int, prompt_ms: float | NDArray[np.float64]) -> bool | NDArray[np.bool_]:
-    """Whether a pass over a prompt pays for itself, or which of several do.
+@dataclass(frozen=True)
+class Saving:
+    """Milliseconds that calls save on each token of an answer once a drafter knows the prompt, by the prompt's length.
+
+    Linear in the length's log between the given lengths, constant beyond them: answers to long prompts quote them more,
+    which n-grams do for nothing, but nobody has seen how that goes on outside the traces.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    """Rising, at least one."""
+    ms: tuple[float, ...]
+    """At these lengths; below 0 where calls lose."""
+
+    def __post_init__(self) -> None:
+        lengths = self.prompt_tokens
+        if not lengths or len(lengths) != len(self.ms) or lengths[0] < 1 or list(lengths) != sorted(set(lengths)):
+            raise UserError(
+                f"saving has {len(self.ms)} values for prompts of {list(lengths)} tokens; it must have one for each "
+                "length, and the lengths must rise from 1 or more."
+            )
+
+    def at(self, prompt_tokens: ArrayLike) -> NDArray[np.float64]:
+        """The saving for prompts of these lengths, in an array of their shape."""
+        return np.asarray(np.interp(np.log(prompt_tokens), np.log(self.prompt_tokens), self.ms))
+
+
+def admitted(saving_ms: ArrayLike, new_tokens: int, prompt_ms: ArrayLike) -> NDArray[np.bool_]:
+    """Which passes over prompts pay for themselves.
 
     Args:
-        saving_ms: milliseconds that calls save on each token once a drafter knows the prompt.
+        saving_ms: milliseconds that calls save on each token (``Saving.at``).
         new_tokens: most tokens the request may emit.
-        prompt_ms: of one pass, or of several in any shape.
+        prompt_ms: of each pass; broadcast against ``saving_ms``.
     """
-    return prompt_ms < saving_ms * new_tokens
+    return np.asarray(prompt_ms) < np.asarray(saving_ms) * new_tokens
 
 
 def prompt_passes(costs: CostModel, prompt_tokens: ArrayLike) -> NDArray[np.float64]:

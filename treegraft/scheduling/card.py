@@ -16,8 +16,8 @@ def card(config: "SchedulerConfig") -> str:
 
 A TreeGraft scheduler: layer by layer it decides which drafter expands the draft tree. A small network
 (layers of {sizes}) predicts how many tokens each dearer drafter is worth over the light one; the largest
-prediction above 0 wins. A drafter whose pass over the prompt would cost more than {config.saving_ms:.4g} ms for each
-token that a request may emit is not called in that request.
+prediction above 0 wins. A drafter whose pass over the prompt would cost more than its calls can save on the tokens
+that a request may emit is not called in that request; on a token they save {_savings(config)}.
 
 {actions}
 
@@ -57,6 +57,11 @@ margins = network.margins(features)  # features [{len(config.feature_names)}], i
 Files: `model.safetensors` (weights), `config.json` (all else, with provenance). This card is written from config.json.
 `pipeline onnx {config.pair}` adds `model.onnx`: the same network for other runtimes, features in, margins out.
 """
+
+
+def _savings(config: "SchedulerConfig") -> str:
+    pairs = zip(config.saving.prompt_tokens, config.saving.ms, strict=True)
+    return ", ".join(f"{ms:.4g} ms after a prompt of {tokens} tokens" for tokens, ms in pairs)
 
 
 def _speed_table(replay: dict[str, dict[str, float | None]]) -> str:

@@ -30,6 +30,7 @@ import safetensors
 import safetensors.numpy
 
 from treegraft.errors import UserError
+from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.card import card
 from treegraft.scheduling.features import feature_groups, feature_names
 from treegraft.scheduling.network import MarginNetwork
@@ -73,8 +74,8 @@ class SchedulerConfig:
     """Numbers of nodes that verification may choose from."""
     rate_tokens_per_ms: float
     """Replayed speed of this scheduler's steps (prefill left out) on its training and validation prompts."""
-    saving_ms: float
-    """Milliseconds that calls save on each token once a drafter knows the prompt: what admits requests to calling."""
+    saving: Saving
+    """What calls save on each token once a drafter knows the prompt: what admits requests to calling."""
     best_fixed: tuple[int, ...]
     """Best fixed schedule: one action a layer."""
     calibration: dict[str, Any]
@@ -257,6 +258,8 @@ def _parse_config(text: bytes, path: Path) -> SchedulerConfig:
     try:
         # Strict: "4" is not 4. From JSON text, where strictness still takes an array for a tuple.
         config = _ADAPTER.validate_json(text, strict=True)
+    except UserError as error:  # of the settings and the saving in it
+        raise UserError(f"{path}: {error}") from error
     except pydantic.ValidationError as error:
         first, more = error.errors()[0], error.error_count() - 1
         where = ".".join(str(part) for part in first["loc"])

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from treegraft.errors import UserError
-from treegraft.scheduling.admission import admitted
+from treegraft.scheduling.admission import Saving, admitted
 from treegraft.scheduling.features import RequestCosts, SchedulingState, features
 from treegraft.scheduling.network import MarginNetwork
 
@@ -41,12 +41,12 @@ class LearnedScheduler:
 
     Args:
         names: the network's inputs, some or all of ``known`` (what ``features`` computes) in the same order.
-        saving_ms: what calls save on each token; a drafter whose pass over the prompt costs more than they can save in
+        saving: what calls save on each token; a drafter whose pass over the prompt costs more than they can save in
             the request is not called in it. None: every request may call.
     """
 
     def __init__(
-        self, network: MarginNetwork, names: list[str], known: list[str], saving_ms: float | None = None
+        self, network: MarginNetwork, names: list[str], known: list[str], saving: Saving | None = None
     ) -> None:
         if names != [name for name in known if name in names]:
             different = sorted(set(names) - set(known)) or ["their order"]
@@ -54,7 +54,9 @@ class LearnedScheduler:
                 f"the scheduler was made for other features ({', '.join(different[:5])} differ); train one here."
             )
         self.network = network
-        self.saving_ms = saving_ms
+        self.saving = saving
+        self._request: RequestCosts | None = None
+        self._may_call: list[bool] = []
         self._columns = None if names == known else [known.index(name) for name in names]
 
     def margins(self, state: SchedulingState) -> list[float]:
@@ -65,7 +67,9 @@ class LearnedScheduler:
         return self.network.of_state(values)
 
     def choose(self, state: SchedulingState) -> int | None:
-        may_call = self.admits(state.costs)
+        if state.costs is not self._request:  # weighed once a request
+            self._request, self._may_call = state.costs, self.admits(state.costs)
+        may_call = self._may_call
         if not any(may_call):
             return 0
         margins = self.margins(state)
@@ -79,7 +83,9 @@ class LearnedScheduler:
 
     def admits(self, request: RequestCosts) -> list[bool]:
         """Which drafters the request may call, [m - 1]."""
-        saving_ms, new_tokens = self.saving_ms, request.new_tokens
-        if saving_ms is None:
+        if self.saving is None:
             return [True] * self.network.outputs
-        return [admitted(saving_ms, new_tokens, prompt_ms) for prompt_ms in request.prompt_ms]
+        may: list[bool] = admitted(
+            self.saving.at(request.prompt_tokens), request.new_tokens, request.prompt_ms
+        ).tolist()
+        return may

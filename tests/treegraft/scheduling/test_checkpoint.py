@@ -14,6 +14,7 @@ import safetensors.numpy
 from tests.treegraft.scheduling.test_network import random_network
 from treegraft.errors import UserError
 from treegraft.scheduling import checkpoint
+from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import SchedulerConfig, check_fits, digest_of, load_scheduler, save_scheduler
 from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
@@ -40,7 +41,7 @@ def make(seed: int = 0, hidden: tuple[int, ...] = (6, 3), **changes: Any) -> tup
         ngram=NgramSettings(),
         verified_sizes=(0, 1, 2, 4),
         rate_tokens_per_ms=0.05,
-        saving_ms=1.5,
+        saving=Saving((8, 900), (1.5, 0.5)),
         best_fixed=(1, 0),
         calibration={"temperature": {"strong": 1.1}},
         cost_model=COSTS,
