@@ -26,10 +26,11 @@ def main() -> None:
     from pipeline.params_file import load_pair
     from pipeline.prompts import load_prompts, split_prompts
     from treegraft.decoder import Decoder
-    from treegraft.drafters.ngram import prior_table
+    from treegraft.drafters.ngram import HITS_START, prior_table
     from treegraft.pair import encode_turns, make_drafters
     from treegraft.scheduling.features import RequestCosts
     from treegraft.scheduling.policy import never
+    from treegraft.values.calibration import Calibration
     from treegraft.values.lattice import Lattice
 
     config = load_pair(options.pair, [])
@@ -43,7 +44,8 @@ def main() -> None:
     text = np.concatenate([tokens, np.array(answer.tokens, np.int64)])
     m = len(models.drafters)
     costs = RequestCosts(len(tokens), 1.0, (1.0,) * (m - 1))
-    lattice = Lattice(settings, models.drafters, models.vocabulary, [1.0] * m, prior_table(settings.ngram))
+    calibration = Calibration(prior_table(settings.ngram), (1.0,) * m, (HITS_START,) * m)
+    lattice = Lattice(settings, models.drafters, models.vocabulary, calibration)
 
     started = perf_counter()
     outcomes = lattice.evaluate(text, len(tokens), answer.alternatives, answer.confidence, options.positions, costs)

@@ -87,16 +87,16 @@ def answer(config: "PairConfig", models: "PairModels", prompt: Prompt, files: li
 def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], path: Path) -> None:
     """Fit the scores' calibration on training answers only and write it to ``path``."""
     from treegraft.runner import ModelRunner
-    from treegraft.values.calibration import Calibration, NgramFit, TemperatureFit
+    from treegraft.values.calibration import Calibration, ModelFit, NgramFit
 
     training = [turn for turn in turns if turn.split == "train"]
     ngrams = NgramFit(config.decoding.settings().ngram)
     for turn in training:
         ngrams.add(turn.text, turn.prompt_tokens, turn.alternatives)
     some = training[:: max(1, len(training) // CALIBRATION_TURNS)]
-    temperatures = []
+    fits = []
     for model, vocabulary in zip(models.drafters, models.vocabulary, strict=True):
-        fit = TemperatureFit()
+        fit = ModelFit(config.decoding.width)
         if model is not None:
             runner = ModelRunner(model)
             for turn in progress(some, desc=f"label, calibration of {model.name}", unit="turn"):
@@ -105,8 +105,10 @@ def calibrate(config: "PairConfig", models: "PairModels", turns: list[Turn], pat
                     runner.reset(len(text))
                     logits = runner.prefill(text[:-1], turn.prompt_tokens - 1)
                     fit.add(logits[:, : vocabulary.size], vocabulary.columns_of(text[turn.prompt_tokens :]))
-        temperatures.append(fit.temperature())
-    calibration = Calibration(ngrams.table().round(6), tuple(temperatures))
+        fits.append(fit)
+    calibration = Calibration(
+        ngrams.table().round(6), tuple(fit.temperature() for fit in fits), tuple(fit.hits() for fit in fits)
+    )
     write_shared(path, json_text(calibration.to_json()).encode())
 
 
@@ -135,8 +137,7 @@ def evaluate(
             config.decoding.settings(),
             models.drafters,
             models.vocabulary,
-            calibration.temperatures,
-            calibration.ngram_table,
+            calibration,
             label.tokens_per_forward,
             target,
         )

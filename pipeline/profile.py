@@ -242,6 +242,7 @@ def overheads(config: "PairConfig", models: "PairModels") -> dict[str, dict[str,
 
     from treegraft.decoder import Decoder
     from treegraft.drafters.lm import RowStore
+    from treegraft.drafters.ngram import HITS_START
     from treegraft.grafting import graft, plan_call
     from treegraft.pair import make_drafters
     from treegraft.scheduling.features import RequestCosts, SchedulingState, feature_names
@@ -270,7 +271,8 @@ def overheads(config: "PairConfig", models: "PairModels") -> dict[str, dict[str,
     }
     tree = DraftTree(0, m)
     tree.add(np.zeros(8, np.int64), np.arange(8), -np.arange(8.0), 0, 1)
-    state = SchedulingState(tree, 2, (0,), settings, 8, RequestCosts(48, 1.0, (1.0,) * (m - 1)), Outlook())
+    outlook = Outlook(drafter_hits=(HITS_START,) * (m - 1))
+    state = SchedulingState(tree, 2, (0,), settings, 8, RequestCosts(48, 1.0, (1.0,) * (m - 1)), outlook)
     if m > 1:
         names = feature_names(settings.depth, m)
         widths = [len(names), *USUAL_HIDDEN, m - 1]

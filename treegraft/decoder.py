@@ -178,7 +178,8 @@ class Decoder:
         tracker = OutlookTracker(None if light is None else light.state)
         while finish is None:
             max_depth = stopper.remaining - 1
-            tree = self._draft(text[-1], max_depth, costs, tracker.now(), metrics)
+            outlook = tracker.now(tuple(drafter.hits for drafter in self.drafters[1:]))
+            tree = self._draft(text[-1], max_depth, costs, outlook, metrics)
             step = self._verify_and_commit(tree, text, chooser, stopper, metrics, record)
             steps.append(step)
             tracker.commit(step.confidence.tolist())

@@ -10,6 +10,7 @@ import torch
 
 from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters import Drafter, LanguageModelDrafter, NgramDrafter
+from treegraft.drafters.ngram import HITS_START
 from treegraft.errors import UserError
 from treegraft.models import LanguageModel, load_model, resolve_device, resolve_drafter_dtype, resolve_dtype
 from treegraft.settings import NgramSettings
@@ -87,7 +88,8 @@ def make_drafters(
             made.append(NgramDrafter(index, ngram, table))
         else:
             temperature = 1.0 if calibration is None else calibration.temperatures[member]
-            made.append(LanguageModelDrafter(index, model, models.vocabulary[member], temperature))
+            hits = HITS_START if calibration is None else calibration.hits[member]
+            made.append(LanguageModelDrafter(index, model, models.vocabulary[member], temperature, hits))
     return made
 
 

@@ -118,7 +118,7 @@ def test_hopeless_drafter_costs_nothing_but_time() -> None:
     class Wrong:
         """Proposes only a token that the target never emits: one beyond those it has seen chosen."""
 
-        name, index, tokens_processed = "wrong", 0, 0
+        name, index, tokens_processed, hits = "wrong", 0, 0, 0.5
 
         def begin(self, prompt: np.ndarray, capacity: int) -> None: ...
         def commit(self, tree: object, accepted: np.ndarray, tokens: np.ndarray, alternatives: np.ndarray) -> None:

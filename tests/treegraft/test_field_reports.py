@@ -55,7 +55,7 @@ class Knowing:
     So the accepted length of every step is known beforehand; the lengths are taken in turn.
     """
 
-    name, index, tokens_processed = "knowing", 0, 0
+    name, index, tokens_processed, hits = "knowing", 0, 0, 0.5
 
     def __init__(self, answer: list[int], lengths: tuple[int, ...] = (SPAN,)) -> None:
         self.answer = answer

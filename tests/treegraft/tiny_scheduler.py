@@ -55,7 +55,7 @@ def make_scheduler(root: Path) -> Path:
             rate_tokens_per_ms=1.0,
             saving=Saving((1,), (1000.0,)),
             best_fixed=(0,) * DEPTH,
-            calibration=Calibration(prior_table(ngram), (1.0, 1.1)).to_json(),
+            calibration=Calibration(prior_table(ngram), (1.0, 1.1), (0.5, 0.6)).to_json(),
             cost_model=costs.to_json(),
             cost_model_digest=costs.digest(),
             tokenizer_hashes=dict.fromkeys((TARGET, DRAFTER), tokenizer_hash(tiny_tokenizer())),

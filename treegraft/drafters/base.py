@@ -34,6 +34,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def hits(self) -> float:
+        """Share of the latest committed tokens that it foresaw where it was asked, as a moving average."""
+        ...
+
+    @property
     def tokens_processed(self) -> int:
         """Tokens that went through a model since ``begin``; 0 for a drafter without one."""
         ...

@@ -4,11 +4,12 @@ import numpy as np
 import torch
 
 from treegraft.draft_vocabulary import UNKNOWN, DraftVocabulary
+from treegraft.drafters.ngram import HITS_MOVING, HITS_START
 from treegraft.grafting import graft, plan_call
 from treegraft.models import LanguageModel
 from treegraft.runner import PREFILL_CHUNK, ModelRunner
 from treegraft.settings import DraftSettings
-from treegraft.tree import NOT_PROCESSED, DraftTree, FloatArray, IntArray
+from treegraft.tree import NOT_PROCESSED, BoolArray, DraftTree, FloatArray, IntArray
 
 LOWEST_LOGIT = 1e4
 
@@ -67,6 +68,10 @@ class RowStore:
             out[here] = (logits[row, column] - log_total[row, 0]).double().cpu().numpy()
         return out
 
+    def hold(self, rows: IntArray, tokens: IntArray) -> BoolArray:
+        """Whether tokens[i] is among the likeliest tokens after row rows[i]: bool [n]."""
+        return np.asarray((self._tokens[rows] == tokens[:, None]).any(axis=1))
+
     def top(self, rows: IntArray, count: int) -> tuple[IntArray, FloatArray]:
         return self._tokens[rows, :count], self._values[rows, :count]
 
@@ -76,20 +81,32 @@ class LanguageModelDrafter:
 
     Its KV keeps committed tokens across steps and tree nodes across the calls of one step. A drafter that was not
     called for some steps catches up on the tokens it lacks inside the first forward of its next call.
+
+    Args:
+        temperature, hits: of its calibration; a request's hits begin there.
     """
 
-    def __init__(self, index: int, model: LanguageModel, vocabulary: DraftVocabulary, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        index: int,
+        model: LanguageModel,
+        vocabulary: DraftVocabulary,
+        temperature: float = 1.0,
+        hits: float = HITS_START,
+    ) -> None:
         self.name = model.name
         self.index = index
         self.model = model
         self.vocabulary = vocabulary
         self.temperature = temperature
+        self.usual_hits = hits
         self.runner = ModelRunner(model)
         self.begin(np.zeros(0, np.int64), 0)
 
     def begin(self, prompt: IntArray, capacity: int) -> None:
         self.runner.reset(min(capacity, self.model.context_limit))
         self.text = prompt  # all committed tokens; the last one is the root
+        self.hits = self.usual_hits
         self._end_step()
 
     def _end_step(self) -> None:
@@ -135,12 +152,14 @@ class LanguageModelDrafter:
         return logits
 
     def commit(self, tree: DraftTree, accepted: IntArray, tokens: IntArray, alternatives: IntArray) -> None:
-        kept = []
+        path = np.concatenate([[0], accepted])
+        along = tree.row[self.index, path] != NOT_PROCESSED
+        path = path[: len(path) if along.all() else int(along.argmin())]  # as far as it went along
         where = {node: self.runner.committed + slot for slot, node in enumerate(self.slots)}
-        for node in [0, *accepted.tolist()]:
-            if tree.row[self.index, node] == NOT_PROCESSED:
-                break
-            kept.append(where[node])
+        kept = [where[node] for node in path.tolist()]
+        if self.rows is not None:
+            for foreseen in self.rows.hold(tree.row[self.index, path[: len(tokens)]], tokens[: len(path)]).tolist():
+                self.hits += HITS_MOVING * (foreseen - self.hits)
         self.runner.commit(kept)
         self.text = np.concatenate([self.text, tokens])
         self._end_step()

@@ -272,6 +272,10 @@ class NgramDrafter:
         self.state = NgramState(self.settings, self.calibrated)
         self.state.read(prompt.tolist())
 
+    @property
+    def hits(self) -> float:
+        return self.state.hits
+
     def draft(self, tree: DraftTree, settings: DraftSettings, layer: int, max_depth: int) -> None:
         state = self.state
         expand(tree, state.index, len(state.index.tokens), state.table, settings, layer, max_depth, self.index)

@@ -51,7 +51,7 @@ class SchedulingState:
 
 
 def feature_names(depth: int, drafters: int) -> list[str]:
-    """Names in order for D = depth and m = drafters: the 10 + (D + 2)(m - 1) published ones, then 9 of our own."""
+    """Names in order for D = depth and m = drafters: the 10 + (D + 2)(m - 1) published ones, then 8 + m of our own."""
     strong = range(1, drafters)
     return [
         "log_prompt_tokens",
@@ -72,6 +72,7 @@ def feature_names(depth: int, drafters: int) -> list[str]:
         "light_chance",
         "light_hits",
         "target_confidence",
+        *(f"drafter{j}_hits" for j in strong),
         "root_chance",
         "tree_mass",
         "frontier_mass",
@@ -112,6 +113,7 @@ def features(state: SchedulingState) -> list[float]:
         outlook.chance,
         outlook.hits,
         outlook.confidence,
+        *outlook.drafter_hits,
         *mass,
     ]
 

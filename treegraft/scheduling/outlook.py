@@ -1,6 +1,7 @@
-"""What the committed text says about the next tokens before anything is drafted.
+"""What is known about the next tokens before anything is drafted.
 
-All of it depends on the text alone, not on how it was drafted: the value system knows it at every position.
+All but the hits of drafter models depends on the text alone, not on how it was drafted: the value system knows it at
+every position. A model's hits are known where it was called; the value system takes them as if it had been everywhere.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ class Outlook:
     """Share of the latest tokens that the best continuation foresaw, as a moving average."""
     confidence: float = START
     """Probability that the target gave to its latest tokens, as a moving average."""
+    drafter_hits: tuple[float, ...] = ()
+    """``Drafter.hits`` of each drafter but the light one, [m - 1]."""
 
 
 class OutlookTracker:
@@ -40,7 +43,7 @@ class OutlookTracker:
             self._confidence += MOVING * (chance - self._confidence)
         self._answer_tokens += len(confidence)
 
-    def now(self) -> Outlook:
-        """The outlook after the tokens so far."""
+    def now(self, drafter_hits: tuple[float, ...]) -> Outlook:
+        """The outlook after the tokens so far, with the hits of all drafters but the light one, [m - 1]."""
         match, chance, hits = (0.0, 0.0, START) if self.light is None else self.light.outlook()
-        return Outlook(self._answer_tokens, match, chance, hits, self._confidence)
+        return Outlook(self._answer_tokens, match, chance, hits, self._confidence, drafter_hits)

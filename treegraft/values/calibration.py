@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from treegraft.draft_vocabulary import UNKNOWN
-from treegraft.drafters.ngram import NgramCounts, NgramState, prior_table
+from treegraft.drafters.ngram import HITS_START, NgramCounts, NgramState, prior_table
 from treegraft.errors import UserError
 from treegraft.settings import NgramSettings
 from treegraft.tree import IntArray
@@ -25,24 +25,32 @@ class Calibration:
     """Chance that a continuation is the next token, of ``treegraft.drafters.ngram.table_shape``."""
     temperatures: tuple[float, ...]
     """Of each drafter, [m]; 1 for a drafter that is no model."""
+    hits: tuple[float, ...]
+    """Share of the target's tokens among those that each drafter proposes first, [m]; for a drafter that is no model
+    what its own moving average begins with."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``from_json`` reads."""
-        return {"ngram_table": np.round(self.ngram_table, 6).tolist(), "temperatures": list(self.temperatures)}
+        return {
+            "ngram_table": np.round(self.ngram_table, 6).tolist(),
+            "temperatures": list(self.temperatures),
+            "hits": list(self.hits),
+        }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Calibration":
-        """Raises UserError where a part is missing or is no probability or temperature."""
+        """Raises UserError where a part is missing or is no probability, temperature or share."""
         try:
             table = np.array(data["ngram_table"], np.float64)
-            temperatures = tuple(float(value) for value in data["temperatures"])
+            temperatures, hits = (tuple(float(value) for value in data[name]) for name in ("temperatures", "hits"))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"the calibration lacks or misnames a part ({error}); run stage label again.") from error
-        if table.ndim != 2 or not ((table > 0) & (table <= 1)).all() or not all(t > 0 for t in temperatures):
+        usable = table.ndim == 2 and ((table > 0) & (table <= 1)).all() and all(t > 0 for t in temperatures)
+        if not usable or len(hits) != len(temperatures) or not all(0 <= share <= 1 for share in hits):
             raise UserError(
-                "the calibration holds a value that is no probability or temperature; run stage label again."
+                "the calibration holds a value that is no probability, temperature or share; run stage label again."
             )
-        return Calibration(table, temperatures)
+        return Calibration(table, temperatures, hits)
 
 
 class NgramFit:
@@ -69,18 +77,24 @@ class NgramFit:
         return self.counts.table(prior_table(self.settings), PRIOR_TRIALS)
 
 
-class TemperatureFit:
-    """Negative log-likelihood of the target's tokens under a drafter, on a grid of temperatures."""
+class ModelFit:
+    """What a drafter model makes of the target's tokens: their negative log-likelihood on a grid of temperatures, and
+    how many of them are among its ``width`` likeliest."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self.width = width
         self.loss = np.zeros(len(TEMPERATURES))
+        self.foreseen = self.positions = 0
 
     @torch.inference_mode()
     def add(self, logits: torch.Tensor, chosen: IntArray) -> None:
         """logits: [n, columns] of the drafter; chosen: int64 [n], the column of the target's token after each position.
 
-        Positions whose token the drafter cannot say (UNKNOWN) are left out.
+        Positions whose token the drafter cannot say (UNKNOWN) are left out of the likelihood.
         """
+        likeliest = logits.topk(min(self.width, logits.shape[-1]), dim=-1).indices.cpu().numpy()
+        self.foreseen += int((likeliest == chosen[:, None]).any(axis=1).sum())
+        self.positions += len(chosen)
         known = torch.from_numpy(chosen != UNKNOWN).to(logits.device)
         target = torch.from_numpy(chosen).to(logits.device)[known, None]
         logits = logits[known].float()
@@ -92,3 +106,7 @@ class TemperatureFit:
     def temperature(self) -> float:
         """The likeliest temperature of the grid; 1 where nothing was added."""
         return float(TEMPERATURES[int(self.loss.argmin())]) if self.loss.any() else 1.0
+
+    def hits(self) -> float:
+        """Share of the tokens that were foreseen; the start of all moving averages where nothing was added."""
+        return self.foreseen / self.positions if self.positions else HITS_START

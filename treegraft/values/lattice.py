@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from treegraft.draft_vocabulary import DraftVocabulary
 from treegraft.drafters.lm import RowStore
-from treegraft.drafters.ngram import NgramState, expand
+from treegraft.drafters.ngram import HITS_MOVING, NgramState, expand
 from treegraft.grafting import accepted_mass, graft, plan_call, verification_order
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
 from treegraft.scheduling.features import RequestCosts, SchedulingState, features
 from treegraft.scheduling.outlook import OutlookTracker
 from treegraft.settings import DraftSettings
-from treegraft.tree import NOT_PROCESSED, DraftTree, FloatArray, IntArray
+from treegraft.tree import NOT_PROCESSED, BoolArray, DraftTree, FloatArray, IntArray
+from treegraft.values.calibration import Calibration
 from treegraft.values.sampled import SampledTarget
 from treegraft.values.states import code, offset, state_index
 
@@ -97,6 +98,13 @@ class TrieDrafter:
         self.runner.reset(len(usable) + 4 * self.chunk)
         self.root_logits = self.runner.prefill(usable, min(prompt_tokens - 1, len(usable)))
 
+    def foreseen(self, answer: IntArray) -> BoolArray:
+        """Whether each token of the answer is among the ``width`` likeliest where it comes: bool [n], as far as the
+        model's context reaches."""
+        logits = self.root_logits[: len(answer)]
+        rows = RowStore(self.rows.vocabulary, self.rows.width, 1.0)
+        return rows.hold(rows.append(logits), answer[: len(logits)])
+
     def begin_block(self, first: int, roots: int) -> None:
         """Start on positions first .. first + roots - 1 (0: the prompt's last token is the root)."""
         self.runner.cache.truncate(self.text_length)
@@ -150,8 +158,7 @@ class Lattice:
     Args:
         drafters: in order of cost; None stands for the n-gram drafter.
         vocabulary: what each drafter can propose, [m] (ignored for n-grams).
-        temperatures: calibration of each drafter, [m] (ignored for n-grams).
-        ngram_table: calibration of the n-gram drafter, see ``table_shape``.
+        calibration: of all drafters.
         tokens_per_forward: drafter tokens packed into one forward at most; bounds memory.
         target: where the text was sampled, the target under the settings of that; None for greedy text.
     """
@@ -161,8 +168,7 @@ class Lattice:
         settings: DraftSettings,
         drafters: Sequence[LanguageModel | None],
         vocabulary: Sequence[DraftVocabulary],
-        temperatures: Sequence[float],
-        ngram_table: NDArray[np.float64],
+        calibration: Calibration,
         tokens_per_forward: int = 512,
         target: SampledTarget | None = None,
     ) -> None:
@@ -172,10 +178,10 @@ class Lattice:
         self.models = [
             None
             if model is None
-            else TrieDrafter(model, vocabulary[j], settings.width, temperatures[j], tokens_per_forward)
+            else TrieDrafter(model, vocabulary[j], settings.width, calibration.temperatures[j], tokens_per_forward)
             for j, model in enumerate(drafters)
         ]
-        self.ngram_table = ngram_table
+        self.calibration = calibration
         # With a new frontier in every layer a position asks for about this many paths in all.
         paths = settings.width * self.count**settings.depth // 2
         self.block = max(1, 2 * tokens_per_forward // paths)
@@ -205,25 +211,39 @@ class Lattice:
         self.costs = costs
         # The n-gram drafter learns from the committed text alone, so its state at a position is the same for all
         # schedules; the index answers for earlier positions too, the tables are kept.
-        light = NgramState(self.settings.ngram, self.ngram_table)
+        light = NgramState(self.settings.ngram, self.calibration.ngram_table)
         light.read(text[:prompt_tokens].tolist())
         tracker = OutlookTracker(light if None in self.models else None)
         # Both lists go by committed tokens of the answer.
-        self.index, self.tables, self.outlooks = light.index, [light.table], [tracker.now()]
-        answer = zip(text[prompt_tokens:].tolist(), alternatives.tolist(), confidence.tolist(), strict=True)
-        for token, likely, sure in answer:
-            light.commit([token], [likely])
-            tracker.commit([sure])
-            self.tables.append(light.table)
-            self.outlooks.append(tracker.now())
         for model in self.models:
             if model is not None:
                 model.begin(text, prompt_tokens)
         positions = len(text) - prompt_tokens
+        hits = self._hits(text[prompt_tokens:])
+        self.index, self.tables, self.outlooks = light.index, [light.table], [tracker.now(hits[0])]
+        answer = zip(text[prompt_tokens:].tolist(), alternatives.tolist(), confidence.tolist(), hits[1:], strict=True)
+        for token, likely, sure, after in answer:
+            light.commit([token], [likely])
+            tracker.commit([sure])
+            self.tables.append(light.table)
+            self.outlooks.append(tracker.now(after))
         if self.target is not None:
             self.target.begin(text, prompt_tokens)
         blocks = [self._block(first, min(self.block, positions - first)) for first in range(0, positions, self.block)]
         return Outcomes(*(np.concatenate([getattr(b, name) for b in blocks]) for name in Outcomes.__dataclass_fields__))
+
+    def _hits(self, answer: IntArray) -> list[tuple[float, ...]]:
+        """``Drafter.hits`` of each drafter but the light one before every token of the answer and after the last, as if
+        it had been called everywhere."""
+        found = []
+        for model, usual in zip(self.models[1:], self.calibration.hits[1:], strict=True):
+            assert model is not None  # only the light drafter is none
+            values = [usual]
+            foreseen = model.foreseen(answer).tolist()
+            for hit in foreseen:
+                values.append(values[-1] + HITS_MOVING * (hit - values[-1]))
+            found.append(values + [values[-1]] * (len(answer) - len(foreseen)))  # beyond the drafter's context
+        return list(zip(*found, strict=True)) if found else [()] * (len(answer) + 1)
 
     def _max_depth(self, position: int) -> int:
         return self.max_new_tokens - position - 1

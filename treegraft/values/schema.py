@@ -31,6 +31,7 @@ FEATURES = {
     "light_chance": ("probability", "that its best continuation is the next token, by the n-gram table"),
     "light_hits": ("share", "latest tokens that the best continuation foresaw, moving average"),
     "target_confidence": ("probability", "that the target gave to its latest tokens, moving average"),
+    r"drafter(\d+)_hits": ("share", r"latest tokens that drafter \1 proposed first, called everywhere, moving average"),
     "root_chance": ("probability", "likeliest child of the root, by present scores"),
     "tree_mass": ("tokens", "expected accepted length if the whole tree were verified, by present scores"),
     r"(frontier|reselected)_mass": ("tokens", r"summed path probability of the \1 nodes"),

@@ -19,6 +19,7 @@ from treegraft.scheduling.features import RequestCosts, SchedulingState, feature
 from treegraft.scheduling.outlook import Outlook
 from treegraft.scheduling.policy import FixedSchedule
 from treegraft.tree import NOT_PROCESSED, DraftTree
+from treegraft.values.calibration import Calibration
 from treegraft.values.lattice import Lattice, Outcomes
 from treegraft.values.replay import replay_fixed
 from treegraft.values.states import offset, prefixes, schedules, state_index
@@ -28,6 +29,7 @@ from treegraft.vocabulary import check_vocabularies
 PROMPT = [3, 7, 3, 7, 5, 3, 7]
 COUNT = 14
 COSTS = RequestCosts(len(PROMPT), 1.0, (0.5, 0.7))
+USUAL_HITS = (0.3, 0.8)
 MODELS: dict[str, LanguageModel | None] = {"n": None, "a": NEAR, "r": HALF, "o": OTHER}
 
 
@@ -36,8 +38,12 @@ def lattice_outcomes(kinds: str, text: np.ndarray, chunk: int, dtype: torch.dtyp
     costs = RequestCosts(COSTS.prompt_tokens, COSTS.target_ms, COSTS.drafter_ms[: m - 1])
     models = [MODELS[kind] for kind in kinds]
     vocabulary = [DraftVocabulary(VOCAB) if model is None else check_vocabularies(TARGET, model) for model in models]
-    lattice = Lattice(SETTINGS, models, vocabulary, [1.0] * m, prior_table(SETTINGS.ngram), chunk)
+    lattice = Lattice(SETTINGS, models, vocabulary, calibration(m), chunk)
     return lattice.evaluate(text, len(PROMPT), alternatives(text), confidence(text), COUNT, costs)
+
+
+def calibration(m: int) -> Calibration:
+    return Calibration(prior_table(SETTINGS.ngram), (1.0,) * m, (0.5, *USUAL_HITS[: m - 1]))
 
 
 def confidence(text: np.ndarray) -> np.ndarray:
@@ -59,11 +65,28 @@ def outlook(kinds: str, text: np.ndarray, position: int) -> Outlook:
         hits = 0.9 * hits + 0.1 * (bool(best) and best[0].token == token)
         sure = 0.9 * sure + 0.1 * chances[i]
         state.commit([token], likely[i : i + 1].tolist())
+    found = list(USUAL_HITS[: len(kinds) - 1])
+    for j, kind in enumerate(kinds[1:]):
+        for hit in foreseen(kind, text)[:position]:
+            found[j] = 0.9 * found[j] + 0.1 * hit
     if "n" not in kinds:
-        return Outlook(position, 0.0, 0.0, 0.5, sure)
+        return Outlook(position, 0.0, 0.0, 0.5, sure, tuple(found))
     best = state.index.continuations(state.index.tokens, len(state.index.tokens), best_only=True)
     row = best[0].row if best else -1
-    return Outlook(position, (row + 1) / len(state.table), state.table[row, 0] if best else 0.0, hits, sure)
+    return Outlook(
+        position, (row + 1) / len(state.table), state.table[row, 0] if best else 0.0, hits, sure, tuple(found)
+    )
+
+
+def foreseen(kind: str, text: np.ndarray) -> list[bool]:
+    """Whether each answer token is among those that a call of the drafter for its place proposes."""
+    model = MODELS[kind]
+    assert model is not None
+    vocabulary = check_vocabularies(TARGET, model)
+    with torch.inference_mode():
+        logits = model.module(torch.from_numpy(text)[None]).logits[0, len(PROMPT) - 1 : -1, : vocabulary.size]
+    proposed = vocabulary.of_columns(logits.topk(SETTINGS.width, dim=-1).indices.numpy())
+    return [token in row for token, row in zip(text[len(PROMPT) :], proposed, strict=True)]
 
 
 def alternatives(text: np.ndarray) -> np.ndarray:

@@ -10,9 +10,8 @@ import torch
 
 from tests.treegraft.reference import plain
 from tests.treegraft.test_decoder import NEAR, SETTINGS, TARGET, VOCAB
-from tests.treegraft.values.test_lattice import COSTS, COUNT, PROMPT, alternatives, confidence
+from tests.treegraft.values.test_lattice import COSTS, COUNT, PROMPT, alternatives, calibration, confidence
 from treegraft.draft_vocabulary import DraftVocabulary
-from treegraft.drafters.ngram import prior_table
 from treegraft.grafting import verification_order
 from treegraft.sampling import SamplingSettings, TokenChooser
 from treegraft.scheduling.features import RequestCosts
@@ -78,8 +77,7 @@ def evaluated(text: np.ndarray, sampling: SamplingSettings, eos: tuple[int, ...]
         SETTINGS,
         [None, NEAR],
         vocabulary,
-        [1.0, 1.0],
-        prior_table(SETTINGS.ngram),
+        calibration(2),
         chunk,
         SampledTarget(target, sampling, chunk),
     )
