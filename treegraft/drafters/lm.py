@@ -68,7 +68,7 @@ class RowStore:
             out[here] = (logits[row, column] - log_total[row, 0]).double().cpu().numpy()
         return out
 
-    def hold(self, rows: IntArray, tokens: IntArray) -> BoolArray:
+    def foresaw(self, rows: IntArray, tokens: IntArray) -> BoolArray:
         """Whether tokens[i] is among the likeliest tokens after row rows[i]: bool [n]."""
         return np.asarray((self._tokens[rows] == tokens[:, None]).any(axis=1))
 
@@ -158,7 +158,7 @@ class LanguageModelDrafter:
         where = {node: self.runner.committed + slot for slot, node in enumerate(self.slots)}
         kept = [where[node] for node in path.tolist()]
         if self.rows is not None:
-            for foreseen in self.rows.hold(tree.row[self.index, path[: len(tokens)]], tokens[: len(path)]).tolist():
+            for foreseen in self.rows.foresaw(tree.row[self.index, path[: len(tokens)]], tokens[: len(path)]).tolist():
                 self.hits += HITS_MOVING * (foreseen - self.hits)
         self.runner.commit(kept)
         self.text = np.concatenate([self.text, tokens])

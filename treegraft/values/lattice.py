@@ -103,7 +103,7 @@ class TrieDrafter:
         model's context reaches."""
         logits = self.root_logits[: len(answer)]
         rows = RowStore(self.rows.vocabulary, self.rows.width, 1.0)
-        return rows.hold(rows.append(logits), answer[: len(logits)])
+        return rows.foresaw(rows.append(logits), answer[: len(logits)])
 
     def begin_block(self, first: int, roots: int) -> None:
         """Start on positions first .. first + roots - 1 (0: the prompt's last token is the root)."""
