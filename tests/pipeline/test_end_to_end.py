@@ -22,8 +22,10 @@ from pipeline.stages import STAGES
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
+from treegraft.scheduling.features import feature_names
 from treegraft.scheduling.network import MarginNetwork
 from treegraft.values.replay import joint_rate, replay_fixed
+from treegraft.values.states import code
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -86,6 +88,26 @@ def test_the_report_says_where_its_figures_come_from(finished: Path) -> None:
     page = (finished / "reports/index.html").read_text()
     assert f'href="{SLUG}/report.html"' in page
     assert report["headline"]["text"] in page
+
+
+def test_the_drafter_s_hits_are_what_its_calls_achieved(finished: Path) -> None:
+    """Features say how often its proposals held the next token; outcomes, whether a call in the first layer got it."""
+    folder = finished / f"data/outcomes/{SLUG}"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    usual = json.loads((folder / "calibration.json").read_text())["hits"][1]
+    depth = manifest["decoding"]["depth"]
+    column = feature_names(depth, 2).index("drafter1_hits")
+    positions = hits = turns = 0
+    for turn in manifest["turns"]:
+        with np.load(folder / turn["file"]) as stored:
+            told, accepted = stored["features"][:, 0, column].astype(float), stored["accepted"]
+        assert told[0] == pytest.approx(usual)
+        got = accepted[:-1, code((1, *[0] * (depth - 1)), 2), -1] >= 1
+        np.testing.assert_allclose(np.diff(told), 0.1 * (got - told[:-1]), atol=1e-5)
+        if turn["split"] == "train":
+            positions, hits, turns = positions + len(told), hits + int(got.sum()), turns + 1
+    assert 0 < hits < positions - turns
+    assert hits <= usual * positions <= hits + turns  # the last token of a turn is not told
 
 
 def test_the_strong_drafter_is_replayed_at_the_depth_that_is_measured(
