@@ -27,6 +27,7 @@ from pipeline.students import (
     follow,
     kept,
     labelled,
+    least_squares,
     one_thread,
     replayed_speed,
     rounds,
@@ -312,15 +313,14 @@ def fit_saving_rule(network: "MarginNetwork", seen: list[Inputs]) -> SavingRule:
 
     from treegraft.values.regimes import token_ms
 
-    rows, shares, weights = [], [], []
-    ends: set[int] = set()
+    columns, shares, weights, seen_lengths = [], [], [], []
     for part in seen:
         costs = part.train.costs
         lengths, saved, tokens = savings(network, part)
-        rows.append(np.column_stack([np.tile(machine(costs), (len(lengths), 1)), np.log(lengths)]))
+        columns.append(np.column_stack([np.tile(machine(costs), (len(lengths), 1)), np.log(lengths)]))
         shares.append(saved / token_ms(costs))
-        weights.append(np.sqrt(tokens / tokens.sum()))
-        ends |= {int(lengths.min()), int(lengths.max())}
-    weight = np.concatenate(weights)
-    found = np.linalg.lstsq(np.concatenate(rows) * weight[:, None], np.concatenate(shares) * weight, rcond=None)
-    return SavingRule(found[0], tuple(sorted({min(ends), max(ends)})))
+        weights.append(tokens / tokens.sum())
+        seen_lengths.append(lengths)
+    found = least_squares(np.concatenate(columns), np.concatenate(shares), np.concatenate(weights))
+    every = np.concatenate(seen_lengths)
+    return SavingRule(found, tuple(np.unique([every.min(), every.max()]).tolist()))

@@ -190,10 +190,18 @@ def admission_of(predict: "MarginNetwork | Predict", inputs: "Inputs") -> Admiss
 
     lengths, saved, tokens = savings(predict, inputs)
     ends = np.unique([lengths.min(), lengths.max()])  # one where all prompts are of one length
-    columns, weights = np.vander(np.log(lengths), 2), np.sqrt(tokens)
-    line = np.linalg.lstsq(columns * weights[:, None], saved * weights, rcond=None)[0]
+    line = least_squares(np.vander(np.log(lengths), 2), saved, tokens)
     saving = Saving(tuple(ends.tolist()), tuple((np.vander(np.log(ends), 2) @ line).tolist()))
     return Admission(saving, inputs.new_tokens)
+
+
+def least_squares(columns: "np.ndarray", values: "np.ndarray", weights: "np.ndarray") -> "np.ndarray":
+    """Coefficients [k] of columns [n, k] that come closest to values [n], squares weighted by ``weights`` [n]."""
+    import numpy as np
+
+    root = np.sqrt(weights)
+    found: np.ndarray = np.linalg.lstsq(columns * root[:, None], values * root, rcond=None)[0]
+    return found
 
 
 def savings(predict: "MarginNetwork | Predict", inputs: "Inputs") -> "tuple[np.ndarray, np.ndarray, np.ndarray]":

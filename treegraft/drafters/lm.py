@@ -14,6 +14,16 @@ from treegraft.tree import NOT_PROCESSED, BoolArray, DraftTree, FloatArray, IntA
 LOWEST_LOGIT = 1e4
 
 
+def foreseen(logits: torch.Tensor, chosen: IntArray, width: int) -> BoolArray:
+    """Whether each token is among the ``width`` likeliest in its place: bool [n].
+
+    Args:
+        logits: [n, columns] of a drafter; chosen: int64 [n], the column of each token, UNKNOWN for none.
+    """
+    likeliest = logits.topk(min(width, logits.shape[-1]), dim=-1).indices.cpu().numpy()
+    return np.asarray((likeliest == chosen[:, None]).any(axis=1))
+
+
 class RowStore:
     """Logits that a drafter computed, one row a node, and their likeliest tokens (a ``grafting.NodeScores``).
 
@@ -153,8 +163,7 @@ class LanguageModelDrafter:
 
     def commit(self, tree: DraftTree, accepted: IntArray, tokens: IntArray, alternatives: IntArray) -> None:
         path = np.concatenate([[0], accepted])
-        along = tree.row[self.index, path] != NOT_PROCESSED
-        path = path[: len(path) if along.all() else int(along.argmin())]  # as far as it went along
+        path = path[np.logical_and.accumulate(tree.row[self.index, path] != NOT_PROCESSED)]  # as far as it went along
         where = {node: self.runner.committed + slot for slot, node in enumerate(self.slots)}
         kept = [where[node] for node in path.tolist()]
         if self.rows is not None:

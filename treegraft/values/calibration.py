@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from treegraft.draft_vocabulary import UNKNOWN
+from treegraft.drafters.lm import foreseen
 from treegraft.drafters.ngram import HITS_START, NgramCounts, NgramState, prior_table
 from treegraft.errors import UserError
 from treegraft.settings import NgramSettings
@@ -92,8 +93,7 @@ class ModelFit:
 
         Positions whose token the drafter cannot say (UNKNOWN) are left out of the likelihood.
         """
-        likeliest = logits.topk(min(self.width, logits.shape[-1]), dim=-1).indices.cpu().numpy()
-        self.foreseen += int((likeliest == chosen[:, None]).any(axis=1).sum())
+        self.foreseen += int(foreseen(logits, chosen, self.width).sum())
         self.positions += len(chosen)
         known = torch.from_numpy(chosen != UNKNOWN).to(logits.device)
         target = torch.from_numpy(chosen).to(logits.device)[known, None]

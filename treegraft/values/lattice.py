@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from treegraft.draft_vocabulary import DraftVocabulary
-from treegraft.drafters.lm import RowStore
+from treegraft.drafters.lm import RowStore, foreseen
 from treegraft.drafters.ngram import HITS_MOVING, NgramState, expand
 from treegraft.grafting import accepted_mass, graft, plan_call, verification_order
 from treegraft.models import LanguageModel
@@ -101,9 +101,9 @@ class TrieDrafter:
     def foreseen(self, answer: IntArray) -> BoolArray:
         """Whether each token of the answer is among the ``width`` likeliest where it comes: bool [n], as far as the
         model's context reaches."""
-        logits = self.root_logits[: len(answer)]
-        rows = RowStore(self.rows.vocabulary, self.rows.width, 1.0)
-        return rows.foresaw(rows.append(logits), answer[: len(logits)])
+        vocabulary, width = self.rows.vocabulary, self.rows.width
+        logits = self.root_logits[: len(answer), : vocabulary.size]
+        return foreseen(logits, vocabulary.columns_of(answer[: len(logits)]), width)
 
     def begin_block(self, first: int, roots: int) -> None:
         """Start on positions first .. first + roots - 1 (0: the prompt's last token is the root)."""
@@ -214,12 +214,12 @@ class Lattice:
         light = NgramState(self.settings.ngram, self.calibration.ngram_table)
         light.read(text[:prompt_tokens].tolist())
         tracker = OutlookTracker(light if None in self.models else None)
-        # Both lists go by committed tokens of the answer.
         for model in self.models:
             if model is not None:
                 model.begin(text, prompt_tokens)
         positions = len(text) - prompt_tokens
         hits = self._hits(text[prompt_tokens:])
+        # Both lists go by committed tokens of the answer.
         self.index, self.tables, self.outlooks = light.index, [light.table], [tracker.now(hits[0])]
         answer = zip(text[prompt_tokens:].tolist(), alternatives.tolist(), confidence.tolist(), hits[1:], strict=True)
         for token, likely, sure, after in answer:
@@ -239,10 +239,10 @@ class Lattice:
         for model, usual in zip(self.models[1:], self.calibration.hits[1:], strict=True):
             assert model is not None  # only the light drafter is none
             values = [usual]
-            foreseen = model.foreseen(answer).tolist()
-            for hit in foreseen:
+            known = model.foreseen(answer).tolist()
+            for hit in known:
                 values.append(values[-1] + HITS_MOVING * (hit - values[-1]))
-            found.append(values + [values[-1]] * (len(answer) - len(foreseen)))  # beyond the drafter's context
+            found.append(values + [values[-1]] * (len(answer) - len(known)))  # beyond the drafter's context
         return list(zip(*found, strict=True)) if found else [()] * (len(answer) + 1)
 
     def _max_depth(self, position: int) -> int:
