@@ -223,7 +223,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Everything that the runs of one temperature show."""
     benchmarks, over_best, over_best_mean = _by_bench(groups, resamples, seed)
-    overall = _over_all(groups, resamples, seed)
+    overall, over_best_all = _over_all(groups, resamples, seed)
     if temperature > 0:
         # transformers draws its own random numbers, so its text may be another without being wrong.
         for cells in (*benchmarks.values(), overall):
@@ -232,9 +232,10 @@ def _measured(
                     cells[method]["divergences"] = None
     ratios = [entry["ratio"] for entry in over_best.values()]
     return {
-        "headline": headline(temperature, overall["treegraft"]["speedup"], over_best_mean, over_best),
+        "headline": headline(temperature, overall["treegraft"]["speedup"], over_best_mean, over_best, over_best_all),
         "benchmarks": benchmarks,
         "overall": overall,
+        "overall_over_best_single": over_best_all,
         "over_best_single": {**over_best, "mean": over_best_mean["ratio"], "max": max(ratios), "min": min(ratios)},
         "identity": _identity(groups, dtype)
         | {"by_method": {method: overall[method]["divergences"] for method in METHODS if overall[method]}},
@@ -293,20 +294,30 @@ def _by_bench(
         sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
         draws = draw_prompts(len(prompts), resamples, seed, bench)
         benchmarks[bench] = _by_method(rows, sums, draws)
-        # The better single drafter is chosen once, by its rate over all prompts of the benchmark.
-        best = max(SINGLE_METHODS, key=lambda method: sums[method].rate)
-        ratios = drawn_ratios(sums["treegraft"], sums[best], draws)
+        over_best[bench], ratios = _over_best_single(sums, draws)
         drawn += [] if ratios is None else [ratios]
-        ratio = sums["treegraft"].rate / sums[best].rate
-        over_best[bench] = {"ratio": ratio, **percentile_interval(ratios), "best": best}
     # The mean over benchmarks has an interval only where each of them has one.
     mean_drawn = np.stack(drawn).mean(axis=0) if len(drawn) == len(groups) else None
     mean = math.fsum(entry["ratio"] for entry in over_best.values()) / len(over_best)
     return benchmarks, over_best, {"ratio": mean, **percentile_interval(mean_drawn)}
 
 
-def _over_all(groups: Mapping[str, Mapping[str, Sequence[Run]]], resamples: int, seed: int) -> dict[str, Any]:
-    """Results by method over the prompts of all benchmarks together; null for methods that some benchmark lacks."""
+def _over_best_single(sums: Mapping[str, Sums], draws: np.ndarray | None) -> tuple[dict[str, Any], np.ndarray | None]:
+    """treegraft over the better single drafter on the same prompts, and that ratio in every draw.
+
+    Which drafter is the better one is settled once, by its rate over all the prompts.
+    """
+    best = max(SINGLE_METHODS, key=lambda method: sums[method].rate)
+    ratios = drawn_ratios(sums["treegraft"], sums[best], draws)
+    ratio = sums["treegraft"].rate / sums[best].rate
+    return {"ratio": ratio, **percentile_interval(ratios), "best": best}, ratios
+
+
+def _over_all(
+    groups: Mapping[str, Mapping[str, Sequence[Run]]], resamples: int, seed: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Over the prompts of all benchmarks together: results by method (null for those that some benchmark lacks), and
+    treegraft over the single drafter that is the better one there."""
     rows = {
         method: [run for methods in groups.values() for run in methods[method]]
         for method in METHODS
@@ -314,7 +325,8 @@ def _over_all(groups: Mapping[str, Mapping[str, Sequence[Run]]], resamples: int,
     }
     prompts = _prompts(rows["plain"])
     sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
-    return _by_method(rows, sums, draw_prompts(len(prompts), resamples, seed, ""))
+    draws = draw_prompts(len(prompts), resamples, seed, "")
+    return _by_method(rows, sums, draws), _over_best_single(sums, draws)[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- replay

@@ -5,12 +5,17 @@ from typing import Any
 
 
 def headline(
-    temperature: float, speedup: Mapping[str, Any], mean: Mapping[str, Any], by_bench: Mapping[str, Any]
+    temperature: float,
+    speedup: Mapping[str, Any],
+    mean: Mapping[str, Any],
+    by_bench: Mapping[str, Any],
+    of_all: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The report's headline: TreeGraft over plain decoding, and over the better single drafter.
 
     speedup: {mean, low, high} over plain decoding, all prompts. mean: {ratio, low, high} over the better single
-    drafter, averaged over benchmarks; by_bench: the same of each benchmark.
+    drafter, averaged over benchmarks; by_bench: the same of each benchmark; of_all: over the one that is the better of
+    the two on all prompts together, for whoever has to serve all of them alike.
     """
     over_plain = verdict(speedup["low"], speedup["high"])
     over_best = verdict(mean["low"], mean["high"])
@@ -30,6 +35,9 @@ def headline(
         best += f"; from {by_bench[least]['ratio']:.2f} ({least}) to {by_bench[most]['ratio']:.2f} ({most})."
     if over_best == "undecided":
         best += " That interval includes 1: these prompts do not show a difference."
+    if len(by_bench) > 1:
+        other = "the single drafter that is better over all prompts together"
+        best += f" It {speed_phrase(of_all['ratio'], of_all['low'], of_all['high'], other)}."
     return {
         "text": f"{text}.",
         "ratio": speedup["mean"],

@@ -99,6 +99,7 @@ def metrics(report: Mapping[str, Any]) -> dict[str, float]:
         "over_best_single_high": over_best["high"],
         "over_best_single_max": report["over_best_single"]["max"],
         "over_best_single_min": report["over_best_single"]["min"],
+        "overall_over_best_single": report["overall_over_best_single"]["ratio"],
         "tokens_per_s": ours["tokens_per_s"],
         "tokens_per_step": ours["tokens_per_step"],
         "strong_calls_per_step": ours["strong_calls_per_step"],

@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError, model_validator
 from pipeline.measurements import Count, Finite, Name, NotNegative, Positive, Strict, TimeSplit
 from pipeline.recorded_steps import RecordedPrompt
 
-Schema = Literal["treegraft-report/2"]
-SCHEMA: Schema = "treegraft-report/2"
+Schema = Literal["treegraft-report/3"]
+SCHEMA: Schema = "treegraft-report/3"
 
 
 class _Interval(Strict):
@@ -140,6 +140,7 @@ class _Measured(Strict):
     headline: _Headline
     benchmarks: Annotated[dict[str, _Bench], Field(min_length=1)]
     overall: _Bench
+    overall_over_best_single: _OverBestBench
     over_best_single: _OverBest
     identity: _Identity
     by_prompt: dict[str, _ByPrompt]
