@@ -247,16 +247,18 @@ def policies_section(config: "PairConfig", inputs: "Inputs", measures: "Yardstic
     from pipeline.baselines import BASELINES, fit_baseline
     from pipeline.dissection import on_test
     from pipeline.distill import choose, out_of_fold
+    from pipeline.foresight import step_known, with_sizes_known
     from pipeline.headroom import fixed_by_kind, turn_sums, yardsticks
-    from pipeline.students import labelled
+    from pipeline.students import admission_of, follow, labelled
+    from treegraft.values.replay import oracle
 
     states, best = labelled(inputs.train, None), choose(fits)
     runs = {"plain decoding": measures.plain} | _alone(config, measures)
     runs[f"best fixed schedule of the validation prompts {list(inputs.best_fixed)}"] = measures.fixed[inputs.best_fixed]
     runs["best fixed schedule of each kind, in hindsight"] = fixed_by_kind(inputs.test)
-    runs[f"student as distill exports it (seed {best.seed}, round {best.round})"] = on_test(
-        best.student.network, inputs
-    )
+    network, admission = best.student.network, admission_of(best.student.network, inputs)
+    student = follow(network, inputs.test, admission)
+    runs[f"student as distill exports it (seed {best.seed}, round {best.round})"] = turn_sums([student])
     runs |= {name: on_test(fit_baseline(name, states), inputs) for name in BASELINES}
     runs["oracle"] = measures.oracle
     folds, results = out_of_fold(inputs.train, states)
@@ -267,6 +269,14 @@ def policies_section(config: "PairConfig", inputs: "Inputs", measures: "Yardstic
 request weighs a drafter's pass over its prompt here, and speeds and shares are over these prompts' own yardsticks.
 
 {_policies_table(config, inputs.train, own, seen)}"""
+    sizes = follow(network, with_sizes_known(inputs.test), admission)
+    foresight = {
+        "nothing: the student above": turn_sums([student]),
+        "the best verified size, the student's calls": turn_sums([sizes]),
+        "the step's best schedule": step_known(inputs.test),
+        "the answer's best schedules": turn_sums([oracle(inputs.test, student.step_rate)]),
+        "all of it: the oracle": measures.oracle,
+    }
     return f"""## Policies side by side
 
 On the test prompts. Intervals are 95 % bootstrap intervals of the ratio to the better single drafter, \
@@ -274,7 +284,13 @@ On the test prompts. Intervals are 95 % bootstrap intervals of the ratio to the 
 
 {_policies_table(config, inputs.test, measures, runs)}
 {crossed if held_out else "There are too few training questions for a cross-validation."}
-"""
+## What the oracle knows
+
+Policies that are told beforehand, on the test prompts, a part of what the oracle knows. The third plays in every \
+step the schedule of most tokens less what the step's time is worth, and calls in no request that is faster without; \
+the fourth is a shortest path through the answer. Both leave the verified size to the rule that decoders follow.
+
+{_policies_table(config, inputs.test, measures, foresight)}"""
 
 
 def _alone(config: "PairConfig", measures: "Yardsticks") -> "dict[str, Sums]":

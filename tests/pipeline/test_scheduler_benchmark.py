@@ -262,7 +262,7 @@ def test_the_script_prints_and_writes_tables_that_agree_with_distill(
     run_script(PAIR, "--output", "out.md", "--repeats", "2", "--draws", "2", *settings)
     text = (tmp_path / "out.md").read_text()
     assert capsys.readouterr().out == text
-    speeds, shares, groups, units, policies, crossed = parsed(text)
+    speeds, shares, groups, units, policies, crossed, foresight = parsed(text)
 
     distill.run(config)
     measured: dict[str, Any] = json.loads(config.paths.distill_metrics.read_text())
@@ -275,6 +275,8 @@ def test_the_script_prints_and_writes_tables_that_agree_with_distill(
         rate = measured["cross_validation"]["tokens_per_ms"][name] / measured["replay"]["train"]["plain"]
         assert crossed[f"{name}, out of fold"][0] == f"{rate:.3f}"
 
+    assert foresight["nothing: the student above"] == policies[student]
+    assert foresight["all of it: the oracle"] == policies["oracle"]
     for table in (policies, crossed):
         assert table["oracle"][1] == "100 %"
         single = max(

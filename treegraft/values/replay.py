@@ -117,17 +117,23 @@ def replay(tables: OutcomeTables, actions: IntArray, rate: float | None = None) 
         actions: int64 [P, S].
         rate: tokens per millisecond for the verified sizes; None: the policy's own decode rate (a fixed point).
     """
-    return _settled(tables, played(actions, tables.depth, tables.drafters), rate, decides=True)
+    return replay_schedules(tables, played(actions, tables.depth, tables.drafters), rate)
 
 
 def replay_fixed(tables: OutcomeTables, schedule: tuple[int, ...], rate: float | None = None) -> ReplayResult:
     """Play one schedule at every step (missing layers skip), which takes no decisions; ``rate`` as in ``replay``."""
     full = (*schedule, *(0,) * (tables.depth - len(schedule)))
     codes = np.full(len(tables), code(full, tables.drafters))
-    return _settled(tables, codes, rate, decides=False)
+    return replay_schedules(tables, codes, rate, decides=False)
 
 
-def _settled(tables: OutcomeTables, codes: IntArray, rate: float | None, decides: bool) -> ReplayResult:
+def replay_schedules(
+    tables: OutcomeTables, codes: IntArray, rate: float | None = None, decides: bool = True
+) -> ReplayResult:
+    """Play one schedule at every position, by its code: int64 [P]; ``rate`` as in ``replay``.
+
+    ``decides``: whether a decision is paid for in every layer.
+    """
     if rate is not None:
         return _play(tables, codes, rate, decides)
     # Verified sizes come from a grid, so the rate may step between two values for ever: the best round counts.
@@ -239,11 +245,15 @@ def best_fixed(tables: OutcomeTables) -> tuple[int, ...]:
     return plans[int(np.argmax(speeds))]
 
 
-def oracle(tables: OutcomeTables) -> ReplayResult:
+def oracle(tables: OutcomeTables, rate: float | None = None) -> ReplayResult:
     """The clairvoyant optimum: the best schedule and verified size at every step, all outcomes known.
 
     A shortest path over each prompt's positions, for every set of drafters that may be called. It is an upper bound on
     every policy: nobody pays for decisions, and drafters never catch up, except on the prompt, once.
+
+    Args:
+        rate: leave the verified sizes to the hardware-aware rule at so many tokens per millisecond, and be clairvoyant
+            in the schedules alone.
     """
     m = tables.drafters
     plans = schedules(tables.depth, m)
@@ -254,6 +264,9 @@ def oracle(tables: OutcomeTables) -> ReplayResult:
     verify_ms = tables.costs.verify_ms(np.array(tables.sizes), context)  # [P, G]
     cost = draft_ms[:, :, None] + verify_ms[:, None, :]  # [P, U, G]
     gain = np.minimum(tables.accepted.astype(np.int64) + 1, tables.left[:, None, None])
+    if rate is not None:
+        choice = size_choice(tables, rate)[:, :, None]
+        cost, gain = np.take_along_axis(cost, choice, axis=2), np.take_along_axis(gain, choice, axis=2)
     starts = np.searchsorted(tables.prompt_of, np.arange(len(tables.prompt_ids)))
     ends = np.append(starts[1:], len(tables))
     base = plain(tables)
@@ -266,8 +279,8 @@ def oracle(tables: OutcomeTables) -> ReplayResult:
             total, count = _shortest(cost[start:end][:, rows], gain[start:end][:, rows])
             if total + prompt_ms[prompt] < best[prompt]:
                 best[prompt], steps[prompt] = total + prompt_ms[prompt], count
-    rate = float(base.tokens.sum() / best.sum())
-    return dataclasses.replace(base, steps=steps, decode_ms=best, step_rate=rate)
+    achieved = float(base.tokens.sum() / best.sum())
+    return dataclasses.replace(base, steps=steps, decode_ms=best, step_rate=achieved if rate is None else rate)
 
 
 def _shortest(cost: FloatArray, gain: IntArray) -> tuple[float, int]:

@@ -110,6 +110,27 @@ def test_no_policy_beats_the_oracle(seed: int) -> None:
     assert (best.decode_ms <= plain(tables).decode_ms).all()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_policy_beats_the_oracle_whose_sizes_go_by_the_same_rule(seed: int) -> None:
+    tables = random_tables(seed)
+    random = np.random.default_rng(seed)
+    for rate in (0.0, 0.3, 1.0):
+        best = oracle(tables, rate)
+        assert best.step_rate == rate
+        assert (oracle(tables).decode_ms <= best.decode_ms + 1e-9).all()
+        for _ in range(10):
+            played = replay(tables, random.integers(0, 2, (len(tables), 3)), rate)
+            assert (best.decode_ms <= played.decode_ms + 1e-9).all()
+
+
+def test_with_one_size_to_choose_from_the_rule_costs_the_oracle_nothing() -> None:
+    tables = random_tables(1)
+    one = {name: getattr(tables, name)[..., -1:] for name in ("accepted", "mass")}
+    single = dataclasses.replace(tables, sizes=tables.sizes[-1:], **one)
+    np.testing.assert_array_equal(oracle(single, 0.5).decode_ms, oracle(single).decode_ms)
+    assert not np.array_equal(oracle(tables, 0.5).decode_ms, oracle(tables).decode_ms)
+
+
 def test_best_fixed_is_the_best_of_all() -> None:
     tables = random_tables(3)
     speeds = {plan: replay_fixed(tables, plan).tokens_per_ms for plan in itertools.product((0, 1), repeat=2)}
