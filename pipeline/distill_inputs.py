@@ -48,10 +48,6 @@ def read_inputs(config: "PairConfig") -> Inputs:
     from treegraft.values.validation import read_validated
 
     folder, redo = config.paths.traces, f"run `pipeline traces {config.slug}` again"
-    if len(config.drafters) < 2:
-        raise UserError(
-            f"{config.slug} has one drafter, so there is nothing to schedule; add a dearer one to params.yaml."
-        )
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist; run `pipeline traces {config.slug}` first.")
     tables = read_validated(folder)

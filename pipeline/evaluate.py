@@ -29,9 +29,12 @@ from pipeline.methods import Bench, Method, ecosystem_methods, make_methods, pre
 from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
 from pipeline.provenance import code_provenance, input_digests, source_digests
+from pipeline.stages import WHO_WORKS
 from pipeline.strong_depth import StrongDepth, tune_strong_depth
 
 TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all
+EXPERIMENT = {"seed", "decoding", "prompts", "label", "traces", "distill", "evaluate"}
+"""What of params.yaml a report repeats, so that the run can be done again; models and machine stand there anyway."""
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,9 +202,7 @@ def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
         "dtype": about["dtype"],
         "temperatures": list(config.evaluate.temperatures),
         "settings": {
-            "decoding": config.decoding.model_dump(mode="json"),
-            "evaluate": config.evaluate.model_dump(mode="json"),
-            "seed": config.seed,
+            **config.model_dump(mode="json", include=EXPERIMENT, exclude=WHO_WORKS),
             "target": config.target.name,
             "drafters": [drafter.name for drafter in config.drafters],
             "best_fixed": list(bench.scheduler.best_fixed),

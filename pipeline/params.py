@@ -321,6 +321,8 @@ class PairConfig(Section):
                 raise ValueError(f"the pair has two models named '{name}'; give each its own name")
         if sum(drafter.kind == "ngram" for drafter in self.drafters) > 1:
             raise ValueError("the pair has two drafters of kind ngram; they would draft the same, so remove one")
+        if len(self.drafters) == 1:
+            raise ValueError("the pair has one drafter, so there is nothing to schedule; add a dearer one")
         if len(self.drafters) ** self.decoding.depth > MAX_SCHEDULES:
             raise ValueError(
                 f"{len(self.drafters)} drafters at decoding.depth {self.decoding.depth} make "

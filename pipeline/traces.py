@@ -33,10 +33,6 @@ def run(config: "PairConfig") -> None:
     calibration = read_json(config.paths.outcomes / "calibration.json", f"run `pipeline label {config.slug}` again")
     tables = {split: load_split(config, manifest, split) for split in SPLITS}
     train = tables["train"]
-    if train.drafters < 2:
-        raise UserError(
-            f"{config.slug} has one drafter, so there is nothing to schedule; add a dearer one to params.yaml."
-        )
     trained = label_training(train, config.traces.policy_iterations)
     schedule, labels = trained.schedule, trained.labelling
     log("traces: replayed tokens/s by round of policy iteration: " + ", ".join(f"{1000 * r:.2f}" for r in labels.rates))

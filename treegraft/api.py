@@ -121,6 +121,7 @@ class TreeGraft:
         dtype: str = "auto",
         drafter_dtype: str = "auto",
         threads: int | None = None,
+        device_map: str | None = None,
     ) -> "TreeGraft":
         """Load a scheduler and its models.
 
@@ -133,6 +134,7 @@ class TreeGraft:
             drafter_dtype: ``auto`` (int8 on CPUs, the target's elsewhere), ``int8`` or one of dtype's. The scheduler
                 knows the latencies of the device, dtypes and threads that it was trained with and no others.
             threads: CPU threads of the whole process; None leaves their number as it is.
+            device_map: ``auto`` spreads the target over all GPUs; drafters are on ``device`` all the same.
 
         Raises:
             UserError: there is no such scheduler, a model is missing, or they do not fit each other.
@@ -159,6 +161,7 @@ class TreeGraft:
             dtype,
             drafter_dtype,
             threads,
+            device_map,
         )
         check_fits(
             config,

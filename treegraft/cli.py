@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+LOADING = ("device", "device_map", "dtype", "drafter_dtype", "threads")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +46,8 @@ def _generate(options: argparse.Namespace) -> None:
         os.environ.setdefault(variable, value)
     from treegraft.api import TreeGraft
 
-    graft = TreeGraft.from_pretrained(options.scheduler)
+    loading = {name: getattr(options, name) for name in LOADING if getattr(options, name) is not None}
+    graft = TreeGraft.from_pretrained(options.scheduler, **loading)
     # A turn of a chat may end at an id that the model's generation config forgets.
     settings["eos_token_id"] = list(graft.decoder.target.eos_token_ids)
     if options.chat:
@@ -158,4 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this mass (1)")
     command.add_argument("--min-p", type=float, metavar="P", help="least chance in parts of the likeliest token's (0)")
     command.add_argument("--seed", type=int, metavar="S", help="the same seed draws the same text")
+    trained = command.add_argument_group("what the scheduler was trained with, where params.yaml does not say auto")
+    trained.add_argument("--device", help="auto, cpu, cuda or cuda:1")
+    trained.add_argument("--device-map", choices=["auto"], help="spread the target over all GPUs")
+    trained.add_argument("--dtype", help="of the target: auto, float32, bfloat16 or float16")
+    trained.add_argument("--drafter-dtype", help="auto, int8, float32, bfloat16 or float16")
+    trained.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     return parser

@@ -58,6 +58,8 @@ def load_models(
         UserError: a model is missing, damaged, cannot be decoded speculatively or does not fit its target.
     """
     if threads is not None:
+        if threads < 1:
+            raise UserError(f"threads is {threads}; it must be at least 1.")
         torch.set_num_threads(threads)
     where = resolve_device(device)
     kind = resolve_dtype(dtype, where)

@@ -128,6 +128,7 @@ def test_unknown_key_is_named_with_a_suggestion(override: str, key: str, hint: s
         ("drafters=[{name: a, kind: ngram, hub: x}]", "needs no model"),
         ("drafters=[{name: a, kind: ngram}, {name: b, kind: ngram}]", "two drafters of kind ngram"),
         ("drafters=[{name: smollm2-135m-instruct, kind: ngram}]", "two models named"),
+        ("drafters=[{name: a, kind: ngram}]", "nothing to schedule"),
         ("target={name: a, folder: b, revision: c}", "belongs to 'hub'"),
         ("target={name: a, wheel: {package: b, version: '1', file: c, sha256: beef}}", "64 hexadecimal digits"),
         ("prompts.sources=[{hub: x}]", "'split' and 'kind'"),

@@ -28,7 +28,8 @@ def _in_the_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
     load = TreeGraft.from_pretrained
     # The tests' texts are float32's, also on a machine whose automatic choice is another.
-    monkeypatch.setattr(TreeGraft, "from_pretrained", lambda name: load(name, device="cpu", dtype="float32"))
+    plain = {"device": "cpu", "dtype": "float32"}
+    monkeypatch.setattr(TreeGraft, "from_pretrained", lambda name, **given: load(name, **(plain | given)))
 
 
 @pytest.fixture
@@ -90,6 +91,33 @@ def test_sampling_settings_reach_the_decoder(capsys: pytest.CaptureFixture[str])
     settings = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
     expected = answer("w3 w7", max_new_tokens=9, do_sample=True, seed=4, **settings)
     assert capsys.readouterr().out == expected + "\n"
+
+
+def test_models_are_loaded_as_the_command_line_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loaded = TreeGraft.from_pretrained, []
+
+    def noted(name: str, **given: Any) -> TreeGraft:
+        loaded.append(load(name, **given))
+        return loaded[-1]
+
+    monkeypatch.setattr(TreeGraft, "from_pretrained", noted)
+    before = torch.get_num_threads()
+    arguments = ["generate", PAIR, "--prompt", "w3 w7", "--max-new-tokens", "5"]
+    try:
+        assert cli.main([*arguments, "--dtype", "bfloat16", "--drafter-dtype", "float32", "--threads", "1"]) == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    drafter: Any = loaded[0].decoder.drafters[1]
+    assert (loaded[0].model.dtype, drafter.runner.dtype) == (torch.bfloat16, torch.float32)
+    capsys.readouterr()
+    assert cli.main([*arguments, "--device-map", "auto", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == answer("<s> w3 w7", max_new_tokens=5) + "\n"
+    for option, wrong in (("--device", "abacus"), ("--dtype", "float3"), ("--threads", "0")):
+        assert cli.main([*arguments, option, wrong]) == 2
+        assert wrong in capsys.readouterr().err
 
 
 def test_a_chat_goes_on_from_its_own_answers(type_in: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
