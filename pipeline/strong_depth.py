@@ -4,7 +4,6 @@ The method can stop calling; a baseline that always drafts to the method's depth
 """
 
 from dataclasses import dataclass
-from time import perf_counter
 from typing import TYPE_CHECKING
 
 from pipeline.progress import progress
@@ -28,6 +27,7 @@ class StrongDepth:
 def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", temperature: float, guess: float) -> StrongDepth:
     """Measure every depth on ``prompts`` (token ids, int64 [n] each); guess: tokens per ms to begin with."""
     from treegraft.api import make_decoder
+    from treegraft.metrics import DecodingMetrics
     from treegraft.sampling import SamplingSettings
     from treegraft.scheduling.policy import never
 
@@ -38,10 +38,11 @@ def tune_strong_depth(bench: "Bench", prompts: "list[np.ndarray]", temperature: 
         rate = guess
         for _ in range(2):
             decoder = make_decoder(bench.models, bench.scheduler, never(), rate, [last], depth=depth)
-            tokens, started = 0, perf_counter()
+            spent = DecodingMetrics()
             for seed, prompt in enumerate(prompts):
                 sampling = SamplingSettings(temperature=temperature, seed=seed)
-                tokens += decoder.generate(prompt.tolist(), length, sampling).metrics.tokens
-            rate = tokens / ((perf_counter() - started) * 1000)
+                spent.add(decoder.generate(prompt.tolist(), length, sampling).metrics)
+            # Of the steps alone, as every other method has it: a time that verification cannot shorten is no price.
+            rate = spent.tokens / (spent.seconds * 1000 - spent.prefill_ms)
         tried.append(StrongDepth(depth, rate))
     return max(tried, key=lambda one: one.tokens_per_ms)

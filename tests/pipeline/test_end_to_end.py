@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from pipeline.measurements import OWN_METHODS
 from pipeline.methods import prepare
 from pipeline.params_file import load_pair
 from pipeline.stages import STAGES
+from pipeline.strong_depth import StrongDepth, tune_strong_depth
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
+from treegraft.decoder import Decoder, Generation
+from treegraft.metrics import DecodingMetrics
 from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
 from treegraft.scheduling.features import feature_names
@@ -124,6 +128,25 @@ def test_the_strong_drafter_is_replayed_at_the_depth_that_is_measured(
     assert len(set(found)) == len(found) > 1
     summary = json.loads(Path(f"data/evaluation/{SLUG}/summary.json").read_text())
     assert summary["replay"]["tokens_per_ms"]["strong"] == found[summary["settings"]["strong_depth"][0] - 1]
+
+
+def test_the_strong_drafter_alone_has_the_rate_of_its_steps_as_the_others_have(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's share of a request is no price of a verified node: a prompt of five seconds changes nothing."""
+    monkeypatch.chdir(finished)
+    generate = Decoder.generate
+
+    def timed(self: Decoder, *arguments: Any) -> Generation:
+        made = generate(self, *arguments)
+        metrics = DecodingMetrics(tokens=10 * self.settings.depth, seconds=6.0, prefill_ms=5000.0)
+        return replace(made, metrics=metrics)
+
+    monkeypatch.setattr(Decoder, "generate", timed)
+    bench = prepare(load_pair(SLUG))
+    prompts = [np.array([1, 5, 9]), np.array([1, 7])]
+    depth = bench.config.decoding.depth
+    assert tune_strong_depth(bench, prompts, 0.0, 1.0) == StrongDepth(depth, pytest.approx(10 * depth / 1000))
 
 
 @pytest.fixture
