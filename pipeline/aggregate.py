@@ -8,7 +8,7 @@ accepted draft tokens and the one bonus token, so tokens per step of plain decod
 end: the speed-up of a method is (its tokens / its seconds) / (plain's tokens / plain's seconds), no mean of ratios.
 
 Intervals are 95% percentile bootstrap intervals over prompts. They are paired: a drawn prompt brings all its turns and
-repeats of every method. One prompt alone has no interval (null).
+repeats of every method. Fewer than FEWEST_PROMPTS prompts have no interval (null).
 
 Temperatures. All of the above is made for each temperature alone. The first of evaluate.temperatures has the report's
 own keys, the others stand in `other_temperatures` under the same names.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.bootstrap import Sums, draw_prompts, drawn_ratios, percentile_interval
+from pipeline.bootstrap import FEWEST_PROMPTS, Sums, draw_prompts, drawn_ratios, percentile_interval
 from pipeline.headline import headline
 from pipeline.measurements import (
     DRAFTING_METHODS,
@@ -289,15 +289,21 @@ def _by_bench(
     benchmarks: dict[str, Any] = {}
     over_best: dict[str, Any] = {}
     drawn: list[np.ndarray] = []
+    counted = 0
     for bench, rows in groups.items():
         prompts = _prompts(rows["plain"])
         sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
         draws = draw_prompts(len(prompts), resamples, seed, bench)
-        benchmarks[bench] = _by_method(rows, sums, draws)
+        few = len(prompts) < FEWEST_PROMPTS
+        benchmarks[bench] = _by_method(rows, sums, None if few else draws)
         over_best[bench], ratios = _over_best_single(sums, draws)
+        if few:
+            over_best[bench] |= percentile_interval(None)
         drawn += [] if ratios is None else [ratios]
-    # The mean over benchmarks has an interval only where each of them has one.
-    mean_drawn = np.stack(drawn).mean(axis=0) if len(drawn) == len(groups) else None
+        counted += len(prompts)
+    # Their mean may have an interval where none of them has: it rests on the prompts of all.
+    known = len(drawn) == len(groups) and counted >= FEWEST_PROMPTS
+    mean_drawn = np.stack(drawn).mean(axis=0) if known else None
     mean = math.fsum(entry["ratio"] for entry in over_best.values()) / len(over_best)
     return benchmarks, over_best, {"ratio": mean, **percentile_interval(mean_drawn)}
 
@@ -325,7 +331,7 @@ def _over_all(
     }
     prompts = _prompts(rows["plain"])
     sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
-    draws = draw_prompts(len(prompts), resamples, seed, "")
+    draws = draw_prompts(len(prompts), resamples, seed, "") if len(prompts) >= FEWEST_PROMPTS else None
     return _by_method(rows, sums, draws), _over_best_single(sums, draws)[0]
 
 

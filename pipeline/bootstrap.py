@@ -2,12 +2,18 @@
 
 A drawn prompt brings all that was measured on it, of every method and of every report compared: what prompts differ in
 cancels, and the interval shows what is left.
+
+A resample draws one prompt fewer than there are: n draws of n would make the variance of a mean too small by 1 / n,
+half of it where a benchmark has two prompts (the rescaling of Rao and Wu, 1988, doi:10.1080/01621459.1988.10478591).
 """
 
 import zlib
 from dataclasses import dataclass
 
 import numpy as np
+
+FEWEST_PROMPTS = 5
+"""Of fewer no interval is shown: a bootstrap can only mix what it has seen."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ def draw_prompts(prompts: int, resamples: int, seed: int, name: str) -> np.ndarr
     if prompts < 2:
         return None
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    return random.multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
+    return random.multinomial(prompts - 1, np.full(prompts, 1 / prompts), size=resamples)
 
 
 def drawn_ratios(method: Sums, base: Sums, draws: np.ndarray | None) -> np.ndarray | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.aggregate import build_report, headroom
-from pipeline.bootstrap import Sums, draw_prompts, drawn_ratios, percentile_interval
+from pipeline.bootstrap import FEWEST_PROMPTS, Sums, draw_prompts, drawn_ratios, percentile_interval
 from pipeline.headline import speed_phrase, verdict
 from pipeline.measurements import DRAFTING_METHODS, METHODS, OWN_METHODS, parse_run, parse_summary
 from pipeline.report_schema import check_report
@@ -155,7 +155,7 @@ def report_of(rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     return build_report("toy", runs, summary, DISTILL, **({"resamples": 200} | options))
 
 
-def equal_rows(prompts: int = 4, **changes: Any) -> list[dict[str, Any]]:
+def equal_rows(prompts: int = 5, **changes: Any) -> list[dict[str, Any]]:
     """Every method has the very same runs."""
     return [
         make_row(f"code/{prompt}", method, tokens=60 + prompt, seconds=2.0 + 0.37 * prompt, **changes)
@@ -239,15 +239,39 @@ def test_intervals_are_paired() -> None:
     """Prompts of very unequal speed, but every method a constant factor of plain: no uncertainty about the factor."""
     rows = [
         make_row(f"code/{prompt}", method, seconds=10.0**prompt * (0.5 if method == "treegraft" else 1.0))
-        for prompt in range(4)
+        for prompt in range(5)
         for method in OWN_METHODS
     ]
     speedup = report_of(rows)["benchmarks"]["code"]["treegraft"]["speedup"]
     assert speedup == {"mean": 2.0, "low": 2.0, "high": 2.0}
 
 
-def test_one_prompt_has_no_interval() -> None:
-    report = report_of(equal_rows(1))
+@pytest.mark.parametrize("prompts", [2, 3, 10])
+def test_draws_spread_as_much_as_the_mean_of_the_prompts_does(prompts: int) -> None:
+    tokens = np.random.default_rng(prompts).uniform(1, 9, prompts)
+    draws = draw_prompts(prompts, 50_000, 0, "code")
+    assert draws is not None
+    means = Sums(tokens, np.ones(prompts)).drawn_rates(draws)
+    assert means.mean() == pytest.approx(tokens.mean(), rel=0.01)
+    assert means.var() == pytest.approx(tokens.var(ddof=1) / prompts, rel=0.05)
+
+
+def test_few_prompts_a_benchmark_have_an_interval_together_only() -> None:
+    rows = make_rows(prompts=FEWEST_PROMPTS - 2)
+    assert len(BENCHES) > 1
+    report = report_of(rows)
+    for bench in BENCHES:
+        for result in (report["benchmarks"][bench]["treegraft"]["speedup"], report["over_best_single"][bench]):
+            assert result["low"] is result["high"] is None
+    for result in (report["headline"], report["headline"]["over_best_single"], report["overall_over_best_single"]):
+        assert result["low"] < result["ratio"] < result["high"]
+    alone = report_of([row for row in rows if row["bench"] == BENCHES[0]])
+    assert alone["headline"]["verdict"] == alone["headline"]["over_best_single"]["verdict"] == "unknown"
+
+
+@pytest.mark.parametrize("prompts", [1, FEWEST_PROMPTS - 1])
+def test_fewer_prompts_have_no_interval(prompts: int) -> None:
+    report = report_of(equal_rows(prompts))
     assert report["benchmarks"]["code"]["fixed"]["speedup"] == {"mean": 1.0, "low": None, "high": None}
     assert report["headline"]["verdict"] == report["headline"]["over_best_single"]["verdict"] == "unknown"
     assert "no interval" in report["headline"]["text"]
@@ -275,7 +299,7 @@ def test_vectorised_bootstrap_equals_a_loop() -> None:
     assert ratios is not None
     for counts, ratio in zip(draws, ratios, strict=True):
         drawn = np.repeat(np.arange(7), counts)
-        assert len(drawn) == 7
+        assert len(drawn) == 7 - 1
         rates = [part.tokens[drawn].sum() / part.taken[drawn].sum() for part in (method, base)]
         assert ratio == pytest.approx(rates[0] / rates[1])
 
