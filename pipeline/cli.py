@@ -6,12 +6,15 @@ It imports nothing heavy before it knows the stage, so that ``--help`` and mista
 import argparse
 import errno
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.files import only_one
 from pipeline.stages import STAGES, Stage, write_sections
 from treegraft.errors import UserError
 
@@ -56,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
+            return _fail(f"{error.filename} cannot be written or read ({error.strerror}): give this user the right to.")
         if not _disk_is_full(error):
             raise
         return _fail("The disk is full; earlier results are whole: make room and run the same command again.")
@@ -66,17 +71,22 @@ def _run_stage(stage: Stage, pair: str, overrides: Sequence[str], *, rebuild: bo
 
     config = _load(pair, overrides)
     code = source_digests()
-    if rebuild:
-        from pipeline.draft import rebuild as rebuild_drafter
-
-        rebuild_drafter(config)
-    elif plan:
+    if plan:
         from pipeline.label_plan import run as print_plan
 
         print_plan(config)
-    else:
-        stage.run()(config)
-        write_sections(config, stage.sections)
+        return 0
+    # Workers of one labelling come in company; whoever starts them starts rank 0 once.
+    lock = config.paths.scratch(stage.name).with_suffix(".lock")
+    leads = os.environ.get("RANK", "0") == "0"
+    with only_one(lock, f"pipeline {stage.name} {pair}") if leads else nullcontext():
+        if rebuild:
+            from pipeline.draft import rebuild as rebuild_drafter
+
+            rebuild_drafter(config)
+        else:
+            stage.run()(config)
+            write_sections(config, stage.sections)
     if changed := changed_code(code):
         print(f"pipeline: {code_changed(stage.name, pair, changed)}", file=sys.stderr)
     return 0
@@ -171,12 +181,16 @@ def _print(text: str) -> None:
 def _call(command: Sequence[str]) -> int:
     """Run ``command`` to its end; a death by signal n is 128 + n, as shells have it."""
     with subprocess.Popen(command) as process:
+        # Who ends this command means the stage as well: left alone, it would go on beside the next one.
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             code = process.wait()
         except KeyboardInterrupt:
             # The terminal has sent the interrupt to the stage too: let it end in order.
             process.wait()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
     return code if code >= 0 else 128 - code
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-from pipeline.files import replacing, write_text
+from pipeline.files import digest, replacing, write_text
 from pipeline.pruned_student import (
     HeldOut,
     agreement,
@@ -42,6 +42,7 @@ from pipeline.pruned_student import (
 )
 from pipeline.self_instruct import TeacherRecipe, write_shard
 from treegraft.errors import UserError
+from treegraft.model_folder import digest_of
 
 __all__ = ["DrafterRecipe", "Progress", "assemble_drafter", "train_drafter"]
 
@@ -272,7 +273,7 @@ def train_drafter(
     A killed run goes on from there; a folder that another recipe began is refused.
     """
     work.mkdir(parents=True, exist_ok=True)
-    _claim(work, recipe)
+    _claim(work, recipe, target_folder, prompts, held_out)
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval().requires_grad_(False)
     if not isinstance(target, LlamaForCausalLM):
         raise UserError(f"{target_folder} holds a {type(target).__name__}; only Llama targets can be pruned this way.")
@@ -294,11 +295,16 @@ def train_drafter(
     return agreement(student.eval(), tests, head.tokens)
 
 
-def _claim(work: Path, recipe: DrafterRecipe) -> None:
+def _claim(
+    work: Path, recipe: DrafterRecipe, target: Path, prompts: Sequence[str], held_out: Sequence[tuple[str, str]]
+) -> None:
     path = work / "recipe.json"
-    text = json.dumps(asdict(recipe), indent=1, sort_keys=True)
+    taught = {"target": digest_of(target), "prompts": digest([list(prompts), [list(pair) for pair in held_out]])}
+    text = json.dumps(asdict(recipe) | taught, indent=1, sort_keys=True)
     if path.exists() and path.read_text() != text:
-        raise UserError(f"{work} was begun with another recipe: choose a new work folder or delete this one.")
+        raise UserError(
+            f"{work} was begun with another recipe, target or prompts: choose a new work folder or delete this one."
+        )
     write_text(path, text)
 
 

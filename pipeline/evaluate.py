@@ -30,7 +30,8 @@ from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts
 from pipeline.provenance import code_provenance, input_digests, source_digests
 from pipeline.stages import WHO_WORKS
-from pipeline.strong_depth import StrongDepth, tune_strong_depth
+from pipeline.strong_depth import StrongAlone, tune_strong
+from treegraft.errors import UserError
 
 TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all
 EXPERIMENT = {"seed", "decoding", "prompts", "label", "traces", "distill", "evaluate"}
@@ -51,21 +52,22 @@ def run(config: "PairConfig") -> None:
     prompts = splits["test"]
     inputs = input_digests(config, prompts)
     bench = prepare(config)
+    _refuse_seen(bench, prompts)
     scratch = _scratch(config, inputs)
     begun = scratch / "begun.json"
     if not begun.exists():
         write_json(begun, {"started": _now()})
     others = ecosystem_methods(bench)
     rows: list[dict[str, Any]] = []
-    depths = []
+    tuned = []
     for temperature in config.evaluate.temperatures:
         folder = scratch / f"temperature-{temperature}"
         strong = tuned_strong(bench, splits["validation"], temperature, folder / "strong.json")
-        depths.append(strong.depth)
+        tuned.append(strong)
         rows += measure(bench, make_methods(bench, strong) | others, prompts, temperature, folder / "turns.jsonl")
     first_rows = [row for row in rows if row["temperature"] == config.evaluate.temperatures[0]]
     steps = record_steps(bench, prompts, first_rows, scratch / "steps.jsonl")
-    summary = summarize(bench, depths) | {
+    summary = summarize(bench, prompts, tuned) | {
         "started": json.loads(begun.read_text(encoding="utf-8"))["started"],
         "ended": _now(),
         "provenance": {
@@ -84,12 +86,22 @@ def run(config: "PairConfig") -> None:
     shutil.rmtree(scratch)
 
 
+def _refuse_seen(bench: Bench, prompts: list[Prompt]) -> None:
+    """UserError if a prompt to be measured is one that the scheduler was trained or chosen on."""
+    for split in ("train", "validation"):
+        if seen := sorted({prompt.id for prompt in prompts} & set(bench.tables[split].questions)):
+            raise UserError(
+                f"the prompt {seen[0]} is to be measured, but it is among those that the scheduler was made with "
+                f"({split}): run `pipeline label {bench.config.slug}` and all stages after it again."
+            )
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def tuned_strong(bench: Bench, prompts: list[Prompt], temperature: float, path: Path) -> StrongDepth:
-    """The best depth of the strong drafter alone, measured on some validation prompts, or as ``path`` has it."""
+def tuned_strong(bench: Bench, prompts: list[Prompt], temperature: float, path: Path) -> StrongAlone:
+    """The best drafter model alone, measured on some validation prompts, or as ``path`` has it."""
     from treegraft.pair import encode_turns
     from treegraft.values.replay import joint_rate, replay_fixed
 
@@ -97,8 +109,8 @@ def tuned_strong(bench: Bench, prompts: list[Prompt], temperature: float, path: 
         plan = (len(bench.config.drafters) - 1,) * bench.config.decoding.depth
         guess = joint_rate([replay_fixed(bench.tables["train"], plan)])
         some = [encode_turns(bench.models.target, prompt.turns[:1], []) for prompt in prompts[::TUNING_STRIDE]]
-        write_json(path, asdict(tune_strong_depth(bench, some, temperature, guess)))
-    return StrongDepth(**json.loads(path.read_text(encoding="utf-8")))
+        write_json(path, asdict(tune_strong(bench, some, temperature, guess)))
+    return StrongAlone(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def measure(
@@ -189,14 +201,19 @@ def _logit_gap(bench: Bench, text: list[int], one: int, other: int) -> float:
     return abs(float(logits[one] - logits[other]))
 
 
-def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
-    """What the report needs besides the runs and their provenance: machine, settings, replay, calibration."""
+def summarize(bench: Bench, prompts: list[Prompt], tuned: list[StrongAlone]) -> dict[str, Any]:
+    """What the report needs besides the runs and their provenance: machine, settings, replay, calibration.
+
+    tuned: the baseline of one drafter model alone at each temperature.
+    """
     from pipeline.pair import machine
 
     config = bench.config
     about = machine(config)
-    # The tables hold the outcomes of text at one temperature, which predict nothing about another's.
-    comparable = config.evaluate.temperatures[0] == config.label.temperature
+    # The tables hold the outcomes of some answers, which predict nothing about others.
+    measured = (config.evaluate.temperatures[0], config.evaluate.max_new_tokens, {prompt.id for prompt in prompts})
+    labelled = (config.label.temperature, config.label.max_new_tokens, set(bench.tables["test"].questions))
+    comparable = measured == labelled
     return {
         "device": about,
         "dtype": about["dtype"],
@@ -206,9 +223,10 @@ def summarize(bench: Bench, strong_depths: list[int]) -> dict[str, Any]:
             "target": config.target.name,
             "drafters": [drafter.name for drafter in config.drafters],
             "best_fixed": list(bench.scheduler.best_fixed),
-            "strong_depth": strong_depths,
+            "strong_drafter": [config.drafters[strong.drafter].name for strong in tuned],
+            "strong_depth": [strong.depth for strong in tuned],
         },
-        "replay": replayed(bench, strong_depths[0]) if comparable else None,
+        "replay": replayed(bench, tuned[0]) if comparable else None,
         "calibration": node_calibration(bench) if comparable else None,
     }
 
@@ -219,21 +237,21 @@ def decisions(bench: Bench) -> "np.ndarray":
     return decide(bench.network, bench.tables["test"], admission)
 
 
-def replayed(bench: Bench, strong_depth: int) -> dict[str, Any]:
+def replayed(bench: Bench, strong: StrongAlone) -> dict[str, Any]:
     """Modelled tokens per ms of every method on the test tables, in all and for each benchmark.
 
-    The tables know no tree that ends before its last layer: below ``strong_depth`` the strong drafter alone gets what
-    n-grams add there, which is more than the measured one has.
+    The tables know no tree that ends before its last layer: below its depth the drafter model alone gets what n-grams
+    add there, which is more than the measured one has.
     """
     import numpy as np
 
     from treegraft.values.replay import joint_rate, oracle, plain, replay, replay_fixed
 
-    tables, m = bench.tables["test"], len(bench.config.drafters)
+    tables = bench.tables["test"]
     seen = [bench.tables[split] for split in ("train", "validation")]
     schedules: dict[str, tuple[int, ...]] = {
         "ngram": (),
-        "strong": (m - 1,) * strong_depth,
+        "strong": (strong.drafter,) * strong.depth,
         "fixed": bench.scheduler.best_fixed,
     }
     # Verified sizes at the rates that the measured methods used.

@@ -51,11 +51,12 @@ def _without_weights(config: PairConfig, entry: ModelEntry) -> "LanguageModel":
 
 def _description(entry: ModelEntry, model: "LanguageModel") -> dict[str, Any]:
     """What later stages depend on: if none of this changes, neither do their results."""
+    from treegraft.model_folder import digest_of
     from treegraft.vocabulary import tokenizer_hash
 
     return {
         "source": entry.source.as_dict() if entry.source else None,
-        "digest": model.digest,
+        "digest": digest_of(model.folder),
         "tokenizer_hash": tokenizer_hash(model.tokenizer),
         "vocab_size": model.vocab_size,
         "context_limit": model.context_limit,

@@ -80,6 +80,18 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def only_one(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file ``path``; UserError where somebody does already. ``what``: a command, for the message."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"`{what}` is running already: wait for it, or end it.") from None
+        yield
+
+
 def is_locked(path: Path) -> bool:
     """Whether somebody holds the lock file ``path``, this process included."""
     try:

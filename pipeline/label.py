@@ -217,6 +217,7 @@ class LabelJob:
                 "file": turn.file,
                 "prompt_tokens": turn.prompt_tokens,
                 "answer_tokens": len(turn.text) - turn.prompt_tokens,
+                "sha256": file_digest(self.outcomes_file(turn)),
             }
             for turn in turns
         ]
@@ -249,9 +250,13 @@ class LabelJob:
         """Whether the outcomes on disk are this job's, so that there is nothing to do."""
         from pipeline.pair import machine
 
-        if not (self.record.exists() and (self.config.paths.outcomes / "manifest.json").exists()):
+        outcomes = self.config.paths.outcomes
+        if not (self.record.exists() and (outcomes / "manifest.json").exists()):
             return False
-        return bool(read_json(self.record, f"remove {self.record}") == self.made_of(machine(self.config)))
+        if read_json(self.record, f"remove {self.record}") != self.made_of(machine(self.config)):
+            return False
+        manifest = read_json(outcomes / "manifest.json", f"remove {self.record}")
+        return all((outcomes / turn["file"]).is_file() for turn in manifest["turns"])
 
     def retire(self) -> None:
         """Note that all is done, then remove the scratch folder, for other workers in one step.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline.files import json_text, write_shared
 from pipeline.progress import progress
 from pipeline.prompts import Prompt
+from treegraft.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,9 +50,9 @@ class Turn:
     @property
     def file(self) -> str:
         """Its file below the outcomes folder."""
-        name = self.id.replace("/", "-")
-        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-        tag = "" if safe == name else "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+        safe = "".join(c if c.isalnum() or c in "_." else "-" for c in self.id)
+        plain = safe.replace("-", "/") == self.id  # no other id has this name
+        tag = "" if plain else "-" + hashlib.sha256(self.id.encode()).hexdigest()[:8]
         return f"{self.split}/{safe}{tag}.npz"
 
 
@@ -72,7 +73,10 @@ def answer(config: "PairConfig", models: "PairModels", prompt: Prompt, files: li
             decoder = Decoder(models.target, drafters, FixedSchedule(some[1:]), settings)
             tokens = encode_turns(models.target, prompt.turns, answers)
             sampling = SamplingSettings(config.label.temperature, seed=prompt_seed(config.seed, tokens))
-            generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens, sampling)
+            try:
+                generated = decoder.generate(tokens.tolist(), config.label.max_new_tokens, sampling)
+            except UserError as error:  # too long for the context
+                raise UserError(f"prompt {prompt.id}: {error}") from error
             stored = {
                 "prompt": tokens,
                 "answer": generated.tokens,

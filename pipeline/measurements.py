@@ -4,6 +4,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pipeline.prompts import RESERVED_KINDS
 from treegraft.errors import UserError
 
 METHODS = ("plain", "ngram", "strong", "fixed", "treegraft", "hf_prompt_lookup", "hf_assisted")
@@ -22,7 +23,7 @@ LABELS = {
     "oracle": "oracle",
     "student": "student (TreeGraft)",
 }
-SUMMARY_KEYS = ("mean", "max", "min")  # beside the benchmarks in over_best_single, so no benchmark may be called so
+SUMMARY_KEYS = RESERVED_KINDS  # beside the benchmarks in over_best_single
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

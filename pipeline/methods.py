@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.params import PairConfig
-    from pipeline.strong_depth import StrongDepth
+    from pipeline.strong_depth import StrongAlone
     from treegraft.decoder import Decoder
     from treegraft.metrics import DecodingMetrics
     from treegraft.pair import PairModels
@@ -76,24 +76,23 @@ def prepare(config: "PairConfig") -> Bench:
     return Bench(config, models, scheduler, network, seen)
 
 
-def make_methods(bench: Bench, strong: "StrongDepth") -> dict[str, Method]:
-    """This project's methods; the strong drafter alone as it was tuned."""
+def make_methods(bench: Bench, strong: "StrongAlone") -> dict[str, Method]:
+    """This project's methods; a drafter model alone as it was tuned."""
     from treegraft.api import learned_scheduler
     from treegraft.scheduling.policy import FixedSchedule, never
     from treegraft.values.replay import joint_rate, replay_fixed
 
     config, scheduler = bench.config, bench.scheduler
-    m = len(config.drafters)
 
     def rate(schedule: tuple[int, ...]) -> float:
         return joint_rate([replay_fixed(bench.tables[split], schedule) for split in ("train", "validation")])
 
     learned = learned_scheduler(bench.network, scheduler)
-    everyone = list(range(m))
+    everyone = list(range(len(config.drafters)))
     decoders = {
         "plain": _decoder(bench, [], never(), 0.0),
         "ngram": _decoder(bench, [0], never(), rate(())),
-        "strong": _decoder(bench, [m - 1], never(), strong.tokens_per_ms, strong.depth),
+        "strong": _decoder(bench, [strong.drafter], never(), strong.tokens_per_ms, strong.depth),
         "fixed": _decoder(bench, everyone, FixedSchedule(scheduler.best_fixed), rate(scheduler.best_fixed)),
         "treegraft": _decoder(bench, everyone, learned, scheduler.rate_tokens_per_ms),
     }

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.files import read_json
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,14 +16,19 @@ def load_pair_models(config: "PairConfig") -> "PairModels":
 
     Raises UserError for a model that has not been fetched or does not fit its target.
     """
+    from treegraft.model_folder import digest_of
     from treegraft.pair import load_models
 
+    again = f"run `pipeline fetch {config.slug}` and `pipeline draft {config.slug}`"
+    known: dict[str, dict[str, Any]] = {}
+    for path in map(config.paths.manifest, ("fetch", "draft")):
+        known |= read_json(path, f"{again} first")["models"]
     folders = {d.name: config.paths.drafter(d.name) for d in config.drafters if d.kind == "lm"}
-    for folder in (config.paths.target, *folders.values()):
-        if not folder.is_dir():
-            raise UserError(
-                f"{folder} is missing: run `pipeline fetch {config.slug}` and `pipeline draft {config.slug}` first."
-            )
+    for name, folder in {config.target.name: config.paths.target, **folders}.items():
+        if not folder.is_dir() or name not in known:
+            raise UserError(f"{folder} is missing: {again} first.")
+        if digest_of(folder) != known[name]["digest"]:
+            raise UserError(f"{folder} holds another model than this pair fetched (a pair that shares it?): {again}.")
     return load_models(
         (config.target.name, config.paths.target),
         [(drafter.name, folders.get(drafter.name)) for drafter in config.drafters],

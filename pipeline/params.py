@@ -103,7 +103,7 @@ class DecodingParams(Section):
 class ProfileParams(Section):
     """The grid of new tokens and context lengths on which latencies are measured."""
 
-    new_tokens: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    new_tokens: Annotated[tuple[Positive, ...], Field(min_length=2)]
     context_lengths: Annotated[tuple[Positive, ...], Field(min_length=1)]
     repeats: Positive
 
@@ -321,6 +321,8 @@ class PairConfig(Section):
                 raise ValueError(f"the pair has two models named '{name}'; give each its own name")
         if sum(drafter.kind == "ngram" for drafter in self.drafters) > 1:
             raise ValueError("the pair has two drafters of kind ngram; they would draft the same, so remove one")
+        if self.drafters[0].kind != "ngram":
+            raise ValueError("the first drafter must be of kind ngram, which acts wherever no other is called")
         if len(self.drafters) == 1:
             raise ValueError("the pair has one drafter, so there is nothing to schedule; add a dearer one")
         if len(self.drafters) ** self.decoding.depth > MAX_SCHEDULES:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pipeline.params import LabelParams, PromptSource
 
 SPLITS = ("train", "validation", "test")
+RESERVED_KINDS = ("mean", "max", "min")
+"""What a report says of all kinds together."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ def load_prompts(sources: "Iterable[str | Path | PromptSource]") -> list[Prompt]
     places: dict[str, str] = {}
     for source in sources:
         for prompt, place in _read_source(source):
+            if prompt.kind in RESERVED_KINDS:
+                raise UserError(f"{place}: a kind cannot be called {prompt.kind}, which a report says of all together.")
             if prompt.id in places:
                 raise UserError(f"{place}: the id '{prompt.id}' was given before at {places[prompt.id]}.")
             places[prompt.id] = place

@@ -10,6 +10,7 @@
 Both give the text that ``graft.model.generate`` gives alone, sooner.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +295,13 @@ class TreeGraft:
             )
             metrics.add(answer.metrics)
             answers.append(answer)
+            if answer.finish == "context":
+                target = self.decoder.target
+                warnings.warn(
+                    f"the answer ends with the context of {target.name}, {target.context_limit} tokens with the prompt "
+                    "(of a model with a sliding window that window).",
+                    stacklevel=3,
+                )
         self.last_metrics = metrics
         return answers
 

@@ -61,11 +61,11 @@ class TreeLayer(CacheLayerMixin):
                 setattr(self, name, new)
 
     def gather(self, start: int, slots: torch.Tensor) -> None:
-        """Move ``slots`` (int64 [a], each >= start) to start, start + 1, ..."""
+        """Move ``slots`` (int64 [a] on the layer's device, each >= start) to start, start + 1, ..."""
         if self.keys is not None and self.values is not None:
             end = start + len(slots)
-            self.keys[:, :, start:end] = self.keys.index_select(2, slots.to(self.keys.device))
-            self.values[:, :, start:end] = self.values.index_select(2, slots.to(self.values.device))
+            self.keys[:, :, start:end] = self.keys.index_select(2, slots)
+            self.values[:, :, start:end] = self.values.index_select(2, slots)
 
 
 class TreeCache(Cache):
@@ -104,5 +104,7 @@ class TreeCache(Cache):
         if slots != list(range(start, start + len(slots))):
             index = torch.tensor(slots)
             for layer in self.tree_layers:
+                if layer.keys is not None and layer.keys.device != index.device:
+                    index = index.to(layer.keys.device)  # once for all layers that lie together
                 layer.gather(start, index)
         self.truncate(start + len(slots))

@@ -31,6 +31,7 @@ from treegraft.tree import DraftTree, FloatArray, IntArray
 from treegraft.verification import verify, walk
 
 GREEDY = SamplingSettings()
+ROOM = 1024  # tokens of an answer for which caches have room from the beginning
 
 StepObserver = Callable[[DraftTree, IntArray, IntArray, IntArray], None]
 """Called after a step with its tree (not to be changed), the verified nodes (ascending), the accepted ones (in path
@@ -209,7 +210,8 @@ class Decoder:
 
     def _begin(self, text: list[int], length: int) -> None:
         """Start a request: the target processes all but the last token, which is the first root."""
-        capacity = length + self.settings.verified_sizes[-1] + 1
+        # Whoever writes "until EOS" as a huge limit shall not pay for it in memory: caches grow.
+        capacity = min(length, len(text) + ROOM) + self.settings.verified_sizes[-1] + 1
         tokens = np.array(text, np.int64)
         self.runner.reset(capacity)
         self.runner.prefill(tokens[:-1])

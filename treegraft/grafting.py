@@ -84,7 +84,8 @@ def graft(
     n = tree.size
     rows = tree.row[drafter, :n]
     processed = rows != NOT_PROCESSED
-    below = np.flatnonzero(processed[tree.parent[:n]])
+    # What this drafter has scored already would get the same number.
+    below = np.flatnonzero(processed[tree.parent[:n]] & (tree.scorer[:n] < drafter))
     below = below[below > 0]
     if len(below):
         edges = scores.edges(rows[tree.parent[below]], tree.token[below])

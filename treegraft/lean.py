@@ -124,10 +124,15 @@ def _is_known(layer: Any) -> bool:
 
 @torch.inference_mode()
 def _agrees(lean: LeanForward, module: PreTrainedModel) -> bool:
-    """Whether both forwards give the same logits for a few tokens of a small tree behind a short text."""
+    """Whether both forwards give the same logits for a few tokens of a small tree, at the context's start and end."""
+    last = getattr(module.config.get_text_config(), "max_position_embeddings", None) or PROBE_TOKENS
+    return all(_agree_at(lean, module, first) for first in (0, last - PROBE_TOKENS))
+
+
+def _agree_at(lean: LeanForward, module: PreTrainedModel, first: int) -> bool:
     vocabulary: Any = module.get_input_embeddings().num_embeddings
     tokens = torch.arange(PROBE_TOKENS) * 7919 % vocabulary
-    positions = torch.tensor([0, 1, 2, 3, 3, 4])  # two siblings, and a child of the second
+    positions = first + torch.tensor([0, 1, 2, 3, 3, 4])  # two siblings, and a child of the second
     seen = torch.ones(PROBE_TOKENS, PROBE_TOKENS).tril().bool()
     seen[4, 3] = seen[5, 3] = False
     mask = torch.zeros(PROBE_TOKENS, PROBE_TOKENS, dtype=module.dtype).masked_fill_(

@@ -53,7 +53,10 @@ def digest_of(folder: Path) -> str:
     manifest = read_manifest(folder)
     if manifest is None:
         return digest_of_files(inventory(folder))
-    if not intact(locate(folder), manifest["files"], hash_again=False):
+    # A folder of somebody else's may hold other weights of the same size; of a copy of ours sizes say enough.
+    noted = manifest["origin"].get("stats") if manifest.get("path") else None
+    same = noted is None or noted == stats(locate(folder))
+    if not same or not intact(locate(folder), manifest["files"], hash_again=False):
         raise UserError(
             f"the files of {locate(folder)} have changed since {folder} was fetched: run `pipeline fetch` again"
         )

@@ -29,7 +29,7 @@ from treegraft.cpu_kernels import can_quantize, speed_up
 from treegraft.draft_vocabulary import read_draft_vocabulary, restrict_head
 from treegraft.errors import UserError, one_line
 from treegraft.lean import LeanForward, lean_forward
-from treegraft.model_folder import digest_of, locate
+from treegraft.model_folder import locate
 from treegraft.tree import IntArray
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,7 +96,6 @@ class LanguageModel:
             some of the head (see draft_vocabulary.py); None: column i is token i.
         folder: where it was loaded from.
         lean: a faster forward than the module's own, where there is one for its kind (see lean.py).
-        digest: sha256 over names and contents of the files it was loaded from.
     """
 
     name: str
@@ -107,7 +106,6 @@ class LanguageModel:
     eos_token_ids: tuple[int, ...]
     draft_tokens: IntArray | None
     folder: Path
-    digest: str
     lean: LeanForward | None = None
 
     @property
@@ -233,7 +231,7 @@ def load_model(
     config = _load_config(source, name)
     refuse_recurrent(config, name)
     model_class = _causal_class(config)
-    _refuse_without_positions(model_class, name)
+    _refuse_without_positions(config, model_class, name)
     int8 = dtype == torch.int8
     module = _load_module(source, config, name, device, torch.float32 if int8 else dtype, device_map)
     try:
@@ -255,13 +253,15 @@ def load_model(
         eos_token_ids=eos_token_ids(config, module.generation_config, tokenizer),
         draft_tokens=draft_tokens,
         folder=folder,
-        digest=digest_of(folder),
         lean=lean_forward(module),
     )
 
 
 def load_stock(model: LanguageModel) -> PreTrainedModel:
-    """The same model once more, exactly as transformers runs it: for comparison with transformers' own decoding."""
+    """The same model exactly as transformers runs it, for comparison with transformers' own decoding: once more on a
+    CPU, where ``speed_up`` has changed the loaded one; elsewhere that is as it was."""
+    if model.device.type != "cpu" and model.draft_tokens is None:
+        return model.module
     source = locate(model.folder)
     return _load_module(source, _load_config(source, model.name), model.name, model.device, model.dtype, None)
 
@@ -331,10 +331,24 @@ def context_limit(config: PretrainedConfig, name: str) -> int:
     if getattr(config, "use_sliding_window", None) is not False and "sliding_attention" in layer_types:
         limits.append(getattr(config, "sliding_window", None))
     limits.append(getattr(config, "attention_chunk_size", None))
+    limits.append(_short_rope_limit(config))
     known = [limit for limit in limits if limit]
     if not known:
         raise UserError(f"model '{name}' names no context length: its config.json has no max_position_embeddings")
     return int(min(known))
+
+
+def _short_rope_limit(config: PretrainedConfig) -> int | None:
+    """Where LongRoPE goes over to its second set of factors, None for other models.
+
+    It takes one set for a whole forward, by its last position. A text that is processed piece by piece would mix them.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        if part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings")
+            return original or getattr(config, "original_max_position_embeddings", None)
+    return None
 
 
 def eos_token_ids(
@@ -364,12 +378,16 @@ def _causal_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return found[0] if isinstance(found, (list, tuple)) else found
 
 
-def _refuse_without_positions(model_class: type[PreTrainedModel] | None, name: str) -> None:
-    """UserError for models without position ids (ALiBi): they cannot express that siblings share a position."""
-    if model_class is not None and "position_ids" not in inspect.signature(model_class.forward).parameters:
+def _refuse_without_positions(config: PretrainedConfig, model_class: type[PreTrainedModel] | None, name: str) -> None:
+    """UserError for models that tell tokens apart by their slot (ALiBi, GPT-Neo's window) and not by position ids:
+    they cannot express that siblings share a position."""
+    if model_class is None:
+        return
+    takes = "position_ids" in inspect.signature(model_class.forward).parameters
+    if not takes or getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ()):
         raise UserError(
-            f"model '{name}' ({model_class.__name__}) takes no position ids, so a draft tree cannot be put to it: "
-            "use a model with rotary or learned positions"
+            f"model '{name}' ({model_class.__name__}) does not go by position ids alone, so a draft tree cannot be put "
+            "to it: use a model with rotary or learned positions"
         )
 
 

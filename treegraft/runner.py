@@ -37,7 +37,7 @@ class ModelRunner:
         """Forget everything; make room for ``capacity`` tokens (it grows when needed)."""
         if self.cache.capacity < capacity:
             # Buffers of an earlier request that are large enough serve again.
-            self.cache = TreeCache(self.cache.layer_count, capacity)
+            self.cache = TreeCache(self.cache.layer_count, _rounded(capacity))
         self.cache.truncate(0)
         self.committed = 0
         self.tokens_processed = 0
@@ -64,12 +64,14 @@ class ModelRunner:
         """
         n, window = visible.shape
         total = self.cache.length + n
-        self.cache.reserve(_rounded(total))
-        mask = torch.zeros(n, total, dtype=self.dtype)
-        mask[:, total - window :].masked_fill_(torch.from_numpy(~visible), self._lowest)
+        if total > self.cache.capacity:  # by a quarter at least, so that a growing text seldom moves its cache
+            self.cache.reserve(_rounded(max(total, self.cache.capacity * 5 // 4)))
         rows = np.arange(n)[keep] if isinstance(keep, slice) else np.asarray(keep, np.int64)
-        ids, places, wanted = (torch.from_numpy(array).to(self.device) for array in (tokens, positions, rows))
-        mask = mask.to(self.device)
+        # Left on the CPU, from where it can index any device: the last one of a spread model is another.
+        wanted = torch.from_numpy(rows)
+        ids, places, hidden = (torch.from_numpy(array).to(self.device) for array in (tokens, positions, ~visible))
+        mask = torch.zeros(n, total, dtype=self.dtype, device=self.device)
+        mask[:, total - window :].masked_fill_(hidden, self._lowest)
         started = perf_counter()
         if self.model.lean is not None:
             logits = self.model.lean(ids, places, mask, self.cache, wanted)
@@ -116,5 +118,5 @@ class ModelRunner:
 
 
 def _rounded(tokens: int) -> int:
-    """Capacity in steps of 256 slots, so that a growing text seldom moves its cache."""
+    """Capacity in steps of 256 slots."""
     return -(-tokens // 256) * 256

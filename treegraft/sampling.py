@@ -89,12 +89,14 @@ class TokenChooser:
         """
         scores = logits.float()[None]
         if len(self.processors):
-            ids = torch.tensor([text], device=logits.device)
+            # Only the penalty looks at the text, which may be long.
+            penal = self.settings.repetition_penalty != 1.0
+            ids = torch.tensor([text if penal else []], dtype=torch.int64, device=logits.device)
             # one by one: the list's own call inspects every processor's signature anew for each token
             for processor in self.processors:
                 scores = processor(ids, scores)
         if self.record:
-            self.scores.append(scores[0])
+            self.scores.append(scores[0].clone())  # no view that would keep all rows of the step
         if self.greedy:
             return int(scores.argmax())
         cumulative = torch.softmax(scores[0].double(), dim=-1).cumsum(0)

@@ -61,7 +61,20 @@ class StopChecker:
         text = self._decoded(self.emitted)
         places = [text.find(string) for string in self.stop]
         at = min((place for place in places if place >= 0), default=len(text))
-        return text[:at]
+        return self._before_special_stop() if self.stop and at == len(text) else text[:at]
+
+    def _before_special_stop(self) -> str:
+        """``text`` where a stop string shows only among special tokens; all of it if none does."""
+        whole = self._decoded(self.emitted, special=True)
+        at = min((place for string in self.stop if (place := whole.find(string)) >= 0), default=len(whole))
+        count = len(self.emitted)
+        while count and len(before := self._decoded(self.emitted[:count], special=True)) > at:
+            count -= 1
+        text = self._decoded(self.emitted[:count])
+        assert self.tokenizer is not None
+        if count == len(self.emitted) or self.emitted[count] in self.tokenizer.all_special_ids:
+            return text
+        return text + whole[len(before) if count else 0 : at]  # what stands before the stop string in its first token
 
     def _stopped(self) -> bool:
         """Whether the newest token completes a stop string, which may begin and end inside tokens.
@@ -72,9 +85,10 @@ class StopChecker:
         count = longest + TAIL_MARGIN
         while count < len(self.emitted) and len(self._decoded(self.emitted[-count:-1])) < longest:
             count *= 2
-        tail = self._decoded(self.emitted[-count:])
-        return any(string in tail for string in self.stop)
+        # A stop string may run across special tokens as if they were not there, and it may hold (a part of) one.
+        tails = [self._decoded(self.emitted[-count:], special) for special in (False, True)]
+        return any(string in tail for string in self.stop for tail in tails)
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def _decoded(self, tokens: list[int], special: bool = False) -> str:
         assert self.tokenizer is not None
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=not special))

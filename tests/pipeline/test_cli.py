@@ -129,6 +129,35 @@ def test_a_full_disk_is_one_sentence(error: Exception, install: Install, capsys:
     assert message.count("\n") == 1
 
 
+def test_what_may_not_be_written_is_named(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(config: PairConfig) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "data/profiles/x.json")
+
+    install("profile", fail)
+    assert cli.main(["profile", PAIR]) == 2
+    assert capsys.readouterr().err.startswith("pipeline: data/profiles/x.json cannot be written or read (Permission")
+
+
+def test_a_stage_of_a_pair_runs_once_at_a_time(
+    install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    def again(config: PairConfig) -> None:
+        codes.append(cli.main(["label", PAIR]))
+        codes.append(cli.main(["label", PAIR, "--set", "label.test_per_kind=1"]))
+        monkeypatch.setenv("RANK", "1")  # a worker that came with this one
+        install("label", lambda config: None)
+        codes.append(cli.main(["label", PAIR]))
+
+    install("label", again)
+    assert cli.main(["label", PAIR]) == 0
+    assert codes == [2, 2, 0]
+    assert capsys.readouterr().err.count("is running already") == 2
+    monkeypatch.delenv("RANK")
+    assert cli.main(["label", PAIR]) == 0
+
+
 def test_a_fault_of_the_program_keeps_its_traceback(install: Install) -> None:
     def fail(config: PairConfig) -> None:
         raise OSError(errno.EIO, "broken")
@@ -171,10 +200,16 @@ def test_a_stage_that_dies_by_a_signal_gives_the_code_of_shells() -> None:
     assert cli._call([sys.executable, "-c", "raise SystemExit(5)"]) == 5
 
 
-def test_an_interrupt_of_all_waits_for_its_stage(tmp_path: Path) -> None:
-    """As a terminal does it: the signal goes to the whole process group."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + 15)])
+def test_a_signal_for_all_ends_its_stage_in_order(tmp_path: Path, number: int, code: int) -> None:
+    """A terminal interrupts the whole process group; `kill` ends the one process, which passes it on."""
     (tmp_path / "child.py").write_text(
-        "import pathlib, time\n"
+        "import pathlib, signal, sys, time\n"
+        "def ended(*_):\n"
+        "    pathlib.Path('ended').touch()\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "signal.signal(signal.SIGTERM, ended)\n"
         "pathlib.Path('started').touch()\n"
         "try:\n"
         "    time.sleep(60)\n"
@@ -200,8 +235,8 @@ def test_an_interrupt_of_all_waits_for_its_stage(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(30) == 130
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    assert process.wait(30) == code
     assert (tmp_path / "ended").exists()
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pipeline import distill_drafter
 from pipeline.distill_drafter import DrafterRecipe, assemble_drafter, train_drafter
 from pipeline.pruned_student import is_stored, make_student, save_layers
 from pipeline.self_instruct import BatchDecoder, TeacherRecipe, chat_tokens, write_shard
+from tests.treegraft.tiny import save_tiny
 from treegraft.errors import UserError
 from treegraft.models import load_model
 from treegraft.vocabulary import check_vocabularies
@@ -209,12 +211,24 @@ def test_learning_rate_rises_and_falls_to_zero() -> None:
     assert rates[20] == 0
 
 
-def test_work_folder_of_another_recipe_is_refused(target_folder: Path, tmp_path: Path) -> None:
-    work = tmp_path / "work"
+def test_work_of_another_recipe_target_or_prompts_is_not_continued(target_folder: Path, tmp_path: Path) -> None:
+    work, held_out = tmp_path / "work", [("chat", PROMPTS[0])]
+
+    def claim(*given: Any) -> None:
+        distill_drafter._claim(work, *given)
+
     work.mkdir()
-    (work / "recipe.json").write_text("{}")
-    with pytest.raises(UserError, match="another recipe"):
-        train_drafter(target_folder, PROMPTS, TINY, work, tmp_path / "out.safetensors", silent)
+    claim(TINY, target_folder, PROMPTS, held_out)
+    claim(TINY, target_folder, PROMPTS, held_out)
+    other = save_tiny(tmp_path / "other", seed=7)
+    for given in (
+        (replace(TINY, learning_rate=1.0), target_folder, PROMPTS, held_out),
+        (TINY, other, PROMPTS, held_out),
+        (TINY, target_folder, PROMPTS[1:], held_out),
+        (TINY, target_folder, PROMPTS, []),
+    ):
+        with pytest.raises(UserError, match="another recipe, target or prompts"):
+            claim(*given)
 
 
 def test_recipe_that_does_not_end_at_the_last_layer_is_refused(target_folder: Path, tmp_path: Path) -> None:

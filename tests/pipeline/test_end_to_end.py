@@ -16,11 +16,14 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.evaluate import replayed
+from pipeline.files import file_digest
+from pipeline.label_work import Turn
 from pipeline.measurements import OWN_METHODS
 from pipeline.methods import prepare
 from pipeline.params_file import load_pair
+from pipeline.prompts import Prompt
 from pipeline.stages import STAGES
-from pipeline.strong_depth import StrongDepth, tune_strong_depth
+from pipeline.strong_depth import StrongAlone, tune_strong
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.decoder import Decoder, Generation
 from treegraft.metrics import DecodingMetrics
@@ -124,7 +127,7 @@ def test_the_strong_drafter_is_replayed_at_the_depth_that_is_measured(
         plan = (1,) * depth  # layers that it leaves out skip
         rate = joint_rate([replay_fixed(bench.tables[split], plan) for split in ("train", "validation")])
         found.append(replay_fixed(bench.tables["test"], plan, rate).tokens_per_ms)
-        assert replayed(bench, depth)["tokens_per_ms"]["strong"] == found[-1]
+        assert replayed(bench, StrongAlone(1, depth, 0.0))["tokens_per_ms"]["strong"] == found[-1]
     assert len(set(found)) == len(found) > 1
     summary = json.loads(Path(f"data/evaluation/{SLUG}/summary.json").read_text())
     assert summary["replay"]["tokens_per_ms"]["strong"] == found[summary["settings"]["strong_depth"][0] - 1]
@@ -146,7 +149,9 @@ def test_the_strong_drafter_alone_has_the_rate_of_its_steps_as_the_others_have(
     bench = prepare(load_pair(SLUG))
     prompts = [np.array([1, 5, 9]), np.array([1, 7])]
     depth = bench.config.decoding.depth
-    assert tune_strong_depth(bench, prompts, 0.0, 1.0) == StrongDepth(depth, pytest.approx(10 * depth / 1000))
+    found = tune_strong(bench, prompts, 0.0, 1.0)
+    assert (found.drafter, found.depth) == (1, depth)
+    assert found.tokens_per_ms == pytest.approx(10 * depth / 1000)
 
 
 @pytest.fixture
@@ -155,6 +160,53 @@ def copy_of(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     root = Path(shutil.copytree(finished, tmp_path / "pair"))
     monkeypatch.chdir(root)
     return root
+
+
+def test_models_of_another_pair_in_the_same_place_are_refused(
+    copy_of: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = copy_of / f"models/manifests/{SLUG}/fetch.json"
+    known = json.loads(manifest.read_text())
+    known["models"]["tiny-target"]["digest"] = "0" * 64
+    manifest.write_text(json.dumps(known))
+    for name in ("profile", "label", "evaluate"):
+        Path(f".treegraft/{SLUG}/labelled.json").unlink(missing_ok=True)
+        assert stage(name) == 2
+        assert "holds another model than this pair fetched" in capsys.readouterr().err
+
+
+def test_what_the_scheduler_was_made_with_is_not_measured(copy_of: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt is taken out of the file, so the rule that splits in the middle moves a training prompt to the test."""
+    path = copy_of / "data/prompts/alpha.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]))
+    assert stage("evaluate") == 2
+    assert "is to be measured, but it is among those that the scheduler was made with" in capsys.readouterr().err
+
+
+def test_other_answers_than_the_labelled_ones_are_not_predicted(copy_of: Path) -> None:
+    assert stage("evaluate", "--set", "evaluate.max_new_tokens=3", "--set", "evaluate.hf_baselines=false") == 0
+    summary = json.loads((copy_of / f"data/evaluation/{SLUG}/summary.json").read_text())
+    assert summary["replay"] is summary["calibration"] is None
+    assert stage("report") == 0
+
+
+def test_every_turn_has_a_file_of_its_own() -> None:
+    ids = ["qa/hard-1", "qa-hard/1", "qa/a/1", "qa/a-1", "qa/a b", "qa/a?b", "qa/7", "qa/%"]
+    turns = [Turn("test", Prompt(i, "qa", ("x",)), 0, np.zeros(2), 1, np.zeros((1, 0)), np.zeros(1)) for i in ids]
+    assert len({turn.file.lower() for turn in turns}) == len(ids)
+    assert turns[6].file == "test/qa-7-0.npz"
+
+
+def test_outcomes_that_are_incomplete_or_another_work_s_are_made_again(copy_of: Path) -> None:
+    outcomes = copy_of / f"data/outcomes/{SLUG}"
+    before = contents(outcomes)
+    manifest = json.loads((outcomes / "manifest.json").read_text())
+    some = outcomes / manifest["turns"][0]["file"]
+    assert manifest["turns"][0]["sha256"] == file_digest(some)
+    some.unlink()
+    assert stage("label") == 0
+    assert contents(outcomes) == before
 
 
 def test_every_temperature_is_lossless_with_seeds_that_methods_share(copy_of: Path) -> None:
@@ -208,7 +260,9 @@ def test_a_scheduler_that_always_calls_is_reported_as_a_loss(copy_of: Path) -> N
     assert all(row["calls"][0] == 0 for row in ours), "it never skips"
     for row in rows:
         row["seconds"] = 0.01 * row["steps"] + 0.05 * row["strong_calls"]
-    runs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Each prompt three times, since so few as there are would have no interval.
+    more = [row | {"prompt_id": f"{row['prompt_id']}-{copy}"} for copy in range(3) for row in rows]
+    runs.write_text("".join(json.dumps(row) + "\n" for row in more))
     assert stage("report") == 0
     headline = json.loads((copy_of / f"reports/{SLUG}/report.json").read_text())["headline"]
     assert headline["over_best_single"]["ratio"] < 1

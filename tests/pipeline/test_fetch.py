@@ -77,7 +77,7 @@ def test_fetch_refuses_a_recurrent_model(tmp_path: Path) -> None:
 
 def test_fetch_refuses_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
-        fetch.run(pair(tmp_path / "nowhere"))
+        fetch.run(pair(tmp_path / "nowhere", {"name": "small", "kind": "lm", "folder": "there"}))
 
 
 def test_draft_has_nothing_to_build_for_a_pair_of_models(tmp_path: Path) -> None:
@@ -89,6 +89,7 @@ def test_draft_assembles_a_loadable_model_once(tmp_path: Path, monkeypatch: pyte
     import torch
 
     from pipeline import pruned_student
+    from treegraft.model_folder import digest_of
     from treegraft.models import load_model
 
     config = with_layers(tmp_path)
@@ -96,7 +97,7 @@ def test_draft_assembles_a_loadable_model_once(tmp_path: Path, monkeypatch: pyte
     draft.run(config)
     model = load_model(config.paths.drafter("small"), "small", torch.device("cpu"), torch.float32)
     assert model.module.config.num_hidden_layers == 2
-    assert model.digest == manifest("draft")["models"]["small"]["digest"]
+    assert digest_of(model.folder) == manifest("draft")["models"]["small"]["digest"]
     monkeypatch.setattr(pruned_student, "assemble_drafter", lambda *arguments: pytest.fail("assembled again"))
     draft.run(config)
 
@@ -130,7 +131,7 @@ def test_draft_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pipeline draft --rebuild tiny"):
         draft.run(config)
     with pytest.raises(UserError, match="0 distilled drafters"):
-        draft.rebuild(pair(tmp_path / "a"))
+        draft.rebuild(with_drafter(tmp_path))
 
 
 def test_rebuild_trains_on_prompts_that_no_scheduler_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,12 @@ def test_the_same_id_in_two_sources_is_refused(tmp_path: Path) -> None:
         load_prompts([tmp_path / "a", tmp_path / "b"])
 
 
+def test_a_kind_that_reports_need_for_themselves_is_refused(tmp_path: Path) -> None:
+    lines(tmp_path / "a" / "mean.jsonl", GOOD)
+    with pytest.raises(UserError, match=r"mean\.jsonl, line 1: a kind cannot be called mean"):
+        load_prompts([tmp_path / "a"])
+
+
 def test_split_rule() -> None:
     splits = split_prompts([*of_kind("a", 18), *of_kind("b", 3)])
     ids = {split: [prompt.id for prompt in prompts] for split, prompts in splits.items()}

@@ -14,6 +14,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -82,7 +84,7 @@ def build(kinds: dict[str, tuple[Any, Any]], name: str) -> PreTrainedModel:
 def language_model(module: PreTrainedModel, lean: bool) -> LanguageModel:
     found = lean_forward(module) if lean else None
     assert (found is not None) == lean
-    return LanguageModel("m", module, tiny_tokenizer(VOCAB), VOCAB, 128, (1,), None, folder=..., digest="", lean=found)  # type: ignore[arg-type]
+    return LanguageModel("m", module, tiny_tokenizer(VOCAB), VOCAB, 128, (1,), None, folder=..., lean=found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", LEAN)
@@ -182,6 +184,15 @@ def test_a_model_that_differs_inside_is_found_out() -> None:
     module = build(LEAN, "llama")
     for layer in module.model.layers:
         layer.mlp.act_fn = nn.GELU()
+    speed_up(module)
+    assert lean_forward(module) is None
+
+
+def test_a_model_that_differs_far_from_the_start_is_found_out() -> None:
+    """Ministral 3 scales its queries from a position on that the start of a text does not reach."""
+    scaled = {"llama_4_scaling_beta": 0.9, "original_max_position_embeddings": 64}
+    config = Ministral3Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **scaled})
+    module = build({"ministral3": (Ministral3ForCausalLM, config)}, "ministral3")
     speed_up(module)
     assert lean_forward(module) is None
 

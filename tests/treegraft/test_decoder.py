@@ -215,6 +215,18 @@ def test_limits_and_stop_reasons_in_order() -> None:
         decoder.generate([], 4)
 
 
+def test_caches_grow_with_the_answer_and_not_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treegraft.decoder.ROOM", 8)
+    decoder = Decoder(TARGET, drafters("na"), always(3), SETTINGS, ignore_eos=True)
+    caches = [decoder.runner, decoder.drafters[1].runner]  # type: ignore[attr-defined]
+    assert decoder.generate([5, 9], 20, eos=()).tokens == plain(TARGET, [5, 9], 20, eos=False)
+    few = [runner.cache.capacity for runner in caches]
+    assert decoder.generate([5, 9], 400).tokens == plain(TARGET, [5, 9], 400, eos=False)
+    many = [runner.cache.capacity for runner in caches]
+    assert few == [256, 256]
+    assert all(400 <= capacity <= 768 for capacity in many)
+
+
 def test_stop_string_inside_a_span_cuts_text_and_tokens() -> None:
     full = plain(TARGET, [2, 9, 4], 24, eos=False)
     text = TARGET.tokenizer.decode(full)

@@ -358,6 +358,25 @@ def test_stop_string_with_textless_tokens_inside_it() -> None:
         assert checker.text() == " w2"
 
 
+@pytest.mark.parametrize(
+    ("stop", "tokens", "left"),
+    [
+        ("<s>", [4, 0], " w4"),
+        ("w4<s> w5", [3, 4, 0, 5], " w3 "),
+        ("w4</s", [2, 3, 4, 1], " w2 w3 "),
+        ("<s>", [0], ""),
+        ("s>", [6, 0], " w6"),
+    ],
+)
+def test_stop_string_with_a_special_token_in_it(stop: str, tokens: list[int], left: str) -> None:
+    """As in transformers, where stop strings are looked for among special tokens too; and cut as any other."""
+    checker = StopChecker((), 200, stop=("never written", stop), tokenizer=TARGET.tokenizer)
+    *before, last = tokens
+    assert {checker.add(token) for token in before} <= {None}
+    assert checker.add(last) == "stop"
+    assert checker.text() == left
+
+
 # 9: the wrong finish reason
 
 

@@ -1,5 +1,5 @@
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -19,11 +20,13 @@ from transformers import (
 
 from tests.treegraft.tiny import save_tiny, tiny_language_model, tiny_llama, tiny_tokenizer
 from treegraft.errors import UserError
+from treegraft.model_folder import digest_of
 from treegraft.models import (
     DTYPES,
     context_limit,
     eos_token_ids,
     load_model,
+    load_stock,
     refuse_recurrent,
     resolve_device,
     resolve_drafter_dtype,
@@ -58,8 +61,8 @@ def test_the_digest_tells_models_apart_and_does_not_depend_on_the_way_in(tmp_pat
     plain = load_model(save_tiny(tmp_path / "a", seed=0), "a", CPU, torch.float32)
     other = load_model(save_tiny(tmp_path / "b", seed=1), "b", CPU, torch.float32)
     resolved = resolve_model("a", ModelSource(folder=tmp_path / "a"), tmp_path / "models" / "a")
-    assert plain.digest != other.digest
-    assert load_model(resolved, "a", CPU, torch.float32).digest == plain.digest
+    assert digest_of(plain.folder) != digest_of(other.folder)
+    assert digest_of(load_model(resolved, "a", CPU, torch.float32).folder) == digest_of(plain.folder)
 
 
 def test_padded_rows_and_gaps_do_not_count_as_tokens(tmp_path: Path) -> None:
@@ -82,6 +85,11 @@ def test_a_model_with_a_window_stops_at_the_window() -> None:
     unused = Qwen2Config(**windowed, use_sliding_window=True, num_hidden_layers=4, max_window_layers=4)
     assert context_limit(unused, "m") == 32768  # no layer is left for the window
     assert context_limit(GPT2Config(n_positions=1024), "m") == 1024
+    factors = {"rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    for place in ({"original_max_position_embeddings": 4096}, {}):
+        rope = {"rope_type": "longrope", **factors, **place}
+        long = Phi3Config(max_position_embeddings=131072, original_max_position_embeddings=4096, rope_parameters=rope)
+        assert context_limit(long, "m") == 4096  # beyond it all factors change, those of cached tokens too
     with pytest.raises(UserError, match="'m' names no context length"):
         context_limit(PreTrainedConfig(), "m")
 
@@ -178,9 +186,12 @@ def test_models_that_are_no_causal_text_models_are_refused(family: str, says: st
         refuse_recurrent(AutoConfig.for_model(family), "m")
 
 
-def test_alibi_models_are_refused_before_their_weights_are_read(tmp_path: Path) -> None:
-    AutoConfig.for_model("bloom").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="takes no position ids"):
+@pytest.mark.parametrize(("family", "settings"), [("bloom", {}), ("falcon", {"alibi": True}), ("gpt_neo", {})])
+def test_models_that_go_by_slots_are_refused_before_their_weights_are_read(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    AutoConfig.for_model(family, **settings).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="does not go by position ids alone"):
         load_model(tmp_path, "m", CPU, torch.float32)
 
 
@@ -263,6 +274,14 @@ def test_dtypes_of_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_drafter_dtype("int8", cuda, torch.float16)
     with pytest.raises(UserError, match="int8 is for CPUs"):
         resolve_drafter_dtype("int8", CPU, torch.float32)
+
+
+def test_stock_is_a_second_model_only_where_the_first_was_changed(tmp_path: Path) -> None:
+    loaded = load_model(save_tiny(tmp_path / "m"), "m", CPU, torch.float32)
+    assert load_stock(loaded) is not loaded.module
+    module: Any = tiny_llama()
+    elsewhere = replace(loaded, module=module.to("meta"))
+    assert load_stock(elsewhere) is elsewhere.module
 
 
 def test_the_tiny_model_keeps_its_promises() -> None:

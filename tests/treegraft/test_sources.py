@@ -207,9 +207,11 @@ def test_a_second_call_does_nothing_until_the_files_change(tmp_path: Path) -> No
 def test_files_that_changed_behind_the_manifest_are_not_passed_off_as_the_old_ones(tmp_path: Path) -> None:
     save_tiny(tmp_path / "mine")
     folder = resolve_model("m", ModelSource(folder=tmp_path / "mine"), tmp_path / "m")
-    save_tiny(tmp_path / "mine", layers=3)
-    with pytest.raises(UserError, match="have changed since"):
-        load_model(folder, "m", torch.device("cpu"), torch.float32)
+    digest_of(folder)
+    for changes in ({"seed": 1}, {"layers": 3}):  # other weights of the same size; another size
+        save_tiny(tmp_path / "mine", **changes)
+        with pytest.raises(UserError, match="have changed since"):
+            digest_of(folder)
     shutil.rmtree(tmp_path / "mine")
     with pytest.raises(UserError, match=r"mine, which is gone: run `pipeline fetch` again"):
         load_model(folder, "m", torch.device("cpu"), torch.float32)

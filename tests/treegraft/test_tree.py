@@ -100,6 +100,28 @@ def test_a_graft_rescores_what_the_light_drafter_added_and_a_weaker_one_does_not
     assert tree.scorer[[1, 2]].tolist() == [2, 2]
 
 
+def test_no_edge_is_asked_for_that_the_drafter_has_scored_already() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Noting(TableScores):
+        def edges(self, rows: IntArray, tokens: IntArray) -> FloatArray:
+            asked.extend(zip(rows.tolist(), tokens.tolist(), strict=True))
+            return super().edges(rows, tokens)
+
+    limits = DraftSettings(depth=4, width=2, look_back=4)
+    tree = DraftTree(0, 2)
+    tree.add(np.array([0]), np.array([1]), np.array([-0.1]), 0, 1)
+    table = np.log(np.random.default_rng(0).dirichlet(np.ones(5), 40))
+    for layer in (2, 3, 4):
+        planned = plan_call(tree, 1, limits, layer, 9)
+        tree.row[1, planned] = np.arange(len(planned)) + tree.row[1].max() + 1
+        graft(tree, 1, Noting(table), limits, layer, 9)
+    assert asked == [(0, 1)]  # what the light drafter had found, once
+    np.testing.assert_allclose(tree.score, tree.ancestors @ tree.edge)
+    below = np.flatnonzero(tree.scorer[: len(tree)] == 1)
+    np.testing.assert_array_equal(tree.edge[below], table[tree.row[1, tree.parent[below]], tree.token[below]])
+
+
 def test_look_back_recovers_a_branch_the_light_drafter_left_behind() -> None:
     limits = DraftSettings(depth=3, width=1, look_back=3)
     tree = DraftTree(0, 2)

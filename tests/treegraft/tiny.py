@@ -105,7 +105,6 @@ def tiny_language_model(
         eos_token_ids=(1,),
         draft_tokens=draft_tokens,
         folder=Path(name),
-        digest=f"tiny-{vocab_size}-{layers}-{hidden}-{heads}-{seed}-{max_position_embeddings}",
     )
 
 
