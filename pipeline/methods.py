@@ -1,8 +1,8 @@
 """The methods that an evaluation compares, each as a function of the prompt's tokens and the sampling settings.
 
-``plain``; ``ngram`` and ``strong`` (the light and the dearest drafter alone: same engine, same KV reuse, same
-hardware-aware verified size at their own rate, the strong one at its best depth); ``fixed`` (the schedule that was best
-on validation prompts); ``treegraft`` (the exported scheduler); and, where asked for, transformers' prompt lookup and
+``plain``; ``ngram`` and ``strong`` (the n-grams alone, and the drafter model alone that is best on validation prompts at
+its best depth: same engine, same KV reuse, same hardware-aware verified size at their own rate); ``fixed`` (the schedule
+that was best on validation prompts); ``treegraft`` (the exported scheduler); and, where asked for, transformers' prompt lookup and
 assisted generation.
 """
 
