@@ -105,18 +105,21 @@ class DraftTree:
         self.layer[start:end] = layer
         self.source[start:end] = self.scorer[start:end] = source
         self.edge[start:end] = edges
-        # Generations below each other come one by one; usually there is one, the children of old nodes.
-        at = start
-        while at < end:
-            above = self.parent[at:end]
-            ready = int(np.argmax(above >= at)) if (above >= at).any() else end - at
-            new = slice(at, at + ready)
-            self.depth[new] = self.depth[above[:ready]] + 1
-            self.score[new] = self.score[above[:ready]] + self.edge[new]
-            self.ancestors[new] = self.ancestors[above[:ready]]
-            self.ancestors[range(at, at + ready), range(at, at + ready)] = True
-            at += ready
         self.size = end
+        depth, score, ancestors = self.depth, self.score, self.ancestors
+        if max(parents, default=0) < start:
+            above, new = self.parent[start:end], slice(start, end)
+            depth[new] = depth[above] + 1
+            score[new] = score[above] + self.edge[new]
+            ancestors[new] = ancestors[above]
+            np.fill_diagonal(ancestors[new, new], val=True)
+            return
+        # Paths of a few nodes, each below the one before: nothing to do at once.
+        for node, above, edge in zip(range(start, end), parents, edges, strict=True):
+            depth[node] = depth[above] + 1
+            score[node] = score[above] + edge
+            ancestors[node] = ancestors[above]
+            ancestors[node, node] = True
 
     def rescore(self, nodes: IntArray, edges: FloatArray, scorer: int) -> None:
         """Replace edge log-probabilities and renew every path score below them.

@@ -100,6 +100,24 @@ def test_a_graft_rescores_what_the_light_drafter_added_and_a_weaker_one_does_not
     assert tree.scorer[[1, 2]].tolist() == [2, 2]
 
 
+@given(st.data())
+def test_nodes_added_at_once_are_nodes_added_one_by_one(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    parents = [data.draw(st.integers(0, 2 + i)) for i in range(count)]  # old nodes, or some of these
+    tokens, edges = list(range(10, 10 + count)), np.log(np.linspace(0.1, 0.9, count)).tolist()
+    trees = [DraftTree(0, 2, capacity=4) for _ in range(2)]
+    for tree in trees:
+        tree.append([0, 0], [1, 2], [-0.5, -1.5], 0, 1)
+    trees[0].append(parents, tokens, edges, 1, 2)
+    for one in zip(parents, tokens, edges, strict=True):
+        trees[1].append(*([value] for value in one), 1, 2)  # type: ignore[arg-type]
+    for name in ("token", "parent", "depth", "layer", "source", "scorer", "edge", "score"):
+        together, apart = (getattr(tree, name)[: len(tree)] for tree in trees)
+        np.testing.assert_array_equal(together, apart)
+    np.testing.assert_array_equal(*(tree.ancestors[: len(tree), : len(tree)] for tree in trees))
+    np.testing.assert_allclose(trees[0].score[: len(trees[0])], (trees[0].ancestors @ trees[0].edge)[: len(trees[0])])
+
+
 def test_no_edge_is_asked_for_that_the_drafter_has_scored_already() -> None:
     asked: list[tuple[int, int]] = []
 
