@@ -1,9 +1,9 @@
 """The methods that an evaluation compares, each as a function of the prompt's tokens and the sampling settings.
 
-``plain``; ``ngram`` and ``strong`` (the n-grams alone, and the drafter model alone that is best on validation prompts at
-its best depth: same engine, same KV reuse, same hardware-aware verified size at their own rate); ``fixed`` (the schedule
-that was best on validation prompts); ``treegraft`` (the exported scheduler); and, where asked for, transformers' prompt lookup and
-assisted generation.
+``plain``; ``ngram`` and ``strong`` (the n-grams alone, and the drafter model alone that is best on validation prompts
+at its best depth: same engine, same KV reuse, same hardware-aware verified size at their own rate); ``fixed`` (the
+schedule that was best on validation prompts); ``treegraft`` (the exported scheduler); and, where asked for,
+transformers' prompt lookup and assisted generation.
 """
 
 from collections.abc import Callable

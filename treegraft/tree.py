@@ -115,10 +115,10 @@ class DraftTree:
             np.fill_diagonal(ancestors[new, new], val=True)
             return
         # Paths of a few nodes, each below the one before: nothing to do at once.
-        for node, above, edge in zip(range(start, end), parents, edges, strict=True):
-            depth[node] = depth[above] + 1
-            score[node] = score[above] + edge
-            ancestors[node] = ancestors[above]
+        for node, one, edge in zip(range(start, end), parents, edges, strict=True):
+            depth[node] = depth[one] + 1
+            score[node] = score[one] + edge
+            ancestors[node] = ancestors[one]
             ancestors[node, node] = True
 
     def rescore(self, nodes: IntArray, edges: FloatArray, scorer: int) -> None:

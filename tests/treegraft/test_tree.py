@@ -109,12 +109,13 @@ def test_nodes_added_at_once_are_nodes_added_one_by_one(data: st.DataObject) -> 
     for tree in trees:
         tree.append([0, 0], [1, 2], [-0.5, -1.5], 0, 1)
     trees[0].append(parents, tokens, edges, 1, 2)
-    for one in zip(parents, tokens, edges, strict=True):
-        trees[1].append(*([value] for value in one), 1, 2)  # type: ignore[arg-type]
+    for parent, token, edge in zip(parents, tokens, edges, strict=True):
+        trees[1].append([parent], [token], [edge], 1, 2)
     for name in ("token", "parent", "depth", "layer", "source", "scorer", "edge", "score"):
         together, apart = (getattr(tree, name)[: len(tree)] for tree in trees)
         np.testing.assert_array_equal(together, apart)
-    np.testing.assert_array_equal(*(tree.ancestors[: len(tree), : len(tree)] for tree in trees))
+    together, apart = (tree.ancestors[: len(tree), : len(tree)] for tree in trees)
+    np.testing.assert_array_equal(together, apart)
     np.testing.assert_allclose(trees[0].score[: len(trees[0])], (trees[0].ancestors @ trees[0].edge)[: len(trees[0])])
 
 
