@@ -8,7 +8,7 @@ accepted draft tokens and the one bonus token, so tokens per step of plain decod
 end: the speed-up of a method is (its tokens / its seconds) / (plain's tokens / plain's seconds), no mean of ratios.
 
 Intervals are 95% percentile bootstrap intervals over prompts. They are paired: a drawn prompt brings all its turns and
-repeats of every method. Fewer than FEWEST_PROMPTS prompts have no interval (null).
+repeats of every method. Fewer than FEWEST_FOR_INTERVAL prompts have no interval (null).
 
 Temperatures. All of the above is made for each temperature alone. The first of evaluate.temperatures has the report's
 own keys, the others stand in `other_temperatures` under the same names.
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.bootstrap import FEWEST_PROMPTS, Sums, draw_prompts, drawn_ratios, percentile_interval
+from pipeline.bootstrap import FEWEST_FOR_INTERVAL, Sums, draw_prompts, drawn_ratios, percentile_interval
 from pipeline.headline import headline
 from pipeline.measurements import (
     DRAFTING_METHODS,
@@ -102,7 +102,7 @@ def summarise(rows: Sequence[Run], sums: Sums, plain: Sums, draws: np.ndarray | 
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
-        "speedup": {"mean": sums.rate / plain.rate, **percentile_interval(drawn_ratios(sums, plain, draws))},
+        "speedup": {"mean": sums.rate / plain.rate, **_interval(drawn_ratios(sums, plain, draws), len(sums.tokens))},
         "tokens_per_step": _share(tokens, steps),
         "steps": steps,
         "strong_calls_per_step": _share(strong_calls, steps),
@@ -111,6 +111,11 @@ def summarise(rows: Sequence[Run], sums: Sums, plain: Sums, draws: np.ndarray | 
         "calls_per_step": _calls_per_step([run.calls for run in rows], steps),
         "divergences": sum(run.divergence is not None for run in rows),
     }
+
+
+def _interval(ratios: np.ndarray | None, prompts: int) -> dict[str, float | None]:
+    """{low, high} of a ratio's draws; null where it rests on too few prompts."""
+    return percentile_interval(ratios if prompts >= FEWEST_FOR_INTERVAL else None)
 
 
 def _total(values: Iterable[int | None]) -> int | None:
@@ -294,18 +299,14 @@ def _by_bench(
         prompts = _prompts(rows["plain"])
         sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
         draws = draw_prompts(len(prompts), resamples, seed, bench)
-        few = len(prompts) < FEWEST_PROMPTS
-        benchmarks[bench] = _by_method(rows, sums, None if few else draws)
+        benchmarks[bench] = _by_method(rows, sums, draws)
         over_best[bench], ratios = _over_best_single(sums, draws)
-        if few:
-            over_best[bench] |= percentile_interval(None)
         drawn += [] if ratios is None else [ratios]
         counted += len(prompts)
     # Their mean may have an interval where none of them has: it rests on the prompts of all.
-    known = len(drawn) == len(groups) and counted >= FEWEST_PROMPTS
-    mean_drawn = np.stack(drawn).mean(axis=0) if known else None
+    mean_drawn = np.stack(drawn).mean(axis=0) if len(drawn) == len(groups) else None
     mean = math.fsum(entry["ratio"] for entry in over_best.values()) / len(over_best)
-    return benchmarks, over_best, {"ratio": mean, **percentile_interval(mean_drawn)}
+    return benchmarks, over_best, {"ratio": mean, **_interval(mean_drawn, counted)}
 
 
 def _over_best_single(sums: Mapping[str, Sums], draws: np.ndarray | None) -> tuple[dict[str, Any], np.ndarray | None]:
@@ -316,7 +317,7 @@ def _over_best_single(sums: Mapping[str, Sums], draws: np.ndarray | None) -> tup
     best = max(SINGLE_METHODS, key=lambda method: sums[method].rate)
     ratios = drawn_ratios(sums["treegraft"], sums[best], draws)
     ratio = sums["treegraft"].rate / sums[best].rate
-    return {"ratio": ratio, **percentile_interval(ratios), "best": best}, ratios
+    return {"ratio": ratio, **_interval(ratios, len(sums[best].tokens)), "best": best}, ratios
 
 
 def _over_all(
@@ -331,7 +332,7 @@ def _over_all(
     }
     prompts = _prompts(rows["plain"])
     sums = {method: sum_by_prompt(rows[method], prompts) for method in rows}
-    draws = draw_prompts(len(prompts), resamples, seed, "") if len(prompts) >= FEWEST_PROMPTS else None
+    draws = draw_prompts(len(prompts), resamples, seed, "")
     return _by_method(rows, sums, draws), _over_best_single(sums, draws)[0]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-FEWEST_PROMPTS = 5
+FEWEST_FOR_INTERVAL = 5
 """Of fewer no interval is shown: a bootstrap can only mix what it has seen."""
 
 

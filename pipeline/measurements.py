@@ -23,7 +23,6 @@ LABELS = {
     "oracle": "oracle",
     "student": "student (TreeGraft)",
 }
-SUMMARY_KEYS = RESERVED_KINDS  # beside the benchmarks in over_best_single
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -81,7 +80,7 @@ class Run(Strict):
     def _consistent(self) -> Self:
         if self.method not in METHODS:
             raise ValueError(f"method '{self.method}' is not one of {', '.join(METHODS)}")
-        if self.bench in SUMMARY_KEYS:
+        if self.bench in RESERVED_KINDS:
             raise ValueError(f"a benchmark may not be called '{self.bench}', which is a key of over_best_single")
         if self.method in OWN_METHODS and self.steps is None:
             raise ValueError(f"steps is missing, which method '{self.method}' must have")

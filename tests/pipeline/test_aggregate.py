@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.aggregate import build_report, headroom
-from pipeline.bootstrap import FEWEST_PROMPTS, Sums, draw_prompts, drawn_ratios, percentile_interval
+from pipeline.bootstrap import FEWEST_FOR_INTERVAL, Sums, draw_prompts, drawn_ratios, percentile_interval
 from pipeline.headline import speed_phrase, verdict
 from pipeline.measurements import DRAFTING_METHODS, METHODS, OWN_METHODS, parse_run, parse_summary
 from pipeline.report_schema import check_report
@@ -257,7 +257,7 @@ def test_draws_spread_as_much_as_the_mean_of_the_prompts_does(prompts: int) -> N
 
 
 def test_few_prompts_a_benchmark_have_an_interval_together_only() -> None:
-    rows = make_rows(prompts=FEWEST_PROMPTS - 2)
+    rows = make_rows(prompts=FEWEST_FOR_INTERVAL - 2)
     assert len(BENCHES) > 1
     report = report_of(rows)
     for bench in BENCHES:
@@ -269,7 +269,7 @@ def test_few_prompts_a_benchmark_have_an_interval_together_only() -> None:
     assert alone["headline"]["verdict"] == alone["headline"]["over_best_single"]["verdict"] == "unknown"
 
 
-@pytest.mark.parametrize("prompts", [1, FEWEST_PROMPTS - 1])
+@pytest.mark.parametrize("prompts", [1, FEWEST_FOR_INTERVAL - 1])
 def test_fewer_prompts_have_no_interval(prompts: int) -> None:
     report = report_of(equal_rows(prompts))
     assert report["benchmarks"]["code"]["fixed"]["speedup"] == {"mean": 1.0, "low": None, "high": None}
