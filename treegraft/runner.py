@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from treegraft.cache import TreeCache
+from treegraft.cpu_kernels import fewest_rows
 from treegraft.models import LanguageModel
 from treegraft.tree import BoolArray, IntArray
 
@@ -30,6 +31,7 @@ class ModelRunner:
         self.device = next(model.module.parameters()).device
         self.dtype = next(model.module.parameters()).dtype
         self._lowest = torch.finfo(self.dtype).min
+        self._fewest_rows = fewest_rows(model.module)
         self.cache = TreeCache(model.module.config.get_text_config().num_hidden_layers, 0)
         self.reset(0)
 
@@ -62,16 +64,22 @@ class ModelRunner:
         Returns:
             float [len(keep), vocabulary], on the model's device.
         """
-        n, window = visible.shape
-        total = self.cache.length + n
+        n, first_free = len(tokens), self.cache.length
+        rows = np.arange(n)[keep] if isinstance(keep, slice) else np.asarray(keep, np.int64)
+        kept = len(rows)
+        if (more := self._fewest_rows - n) > 0:  # rows that nobody sees, in slots that are given back below
+            tokens, positions = np.pad(tokens, (0, more), "edge"), np.pad(positions, (0, more), "edge")
+            visible = np.pad(np.pad(visible, ((0, 0), (0, more))), ((0, more), (0, 0)), constant_values=True)
+        if 0 < kept < self._fewest_rows:
+            rows = np.pad(rows, (0, self._fewest_rows - kept), "edge")
+        total = first_free + len(tokens)
         if total > self.cache.capacity:  # by a quarter at least, so that a growing text seldom moves its cache
             self.cache.reserve(_rounded(max(total, self.cache.capacity * 5 // 4)))
-        rows = np.arange(n)[keep] if isinstance(keep, slice) else np.asarray(keep, np.int64)
         # Left on the CPU, from where it can index any device: the last one of a spread model is another.
         wanted = torch.from_numpy(rows)
         ids, places, hidden = (torch.from_numpy(array).to(self.device) for array in (tokens, positions, ~visible))
-        mask = torch.zeros(n, total, dtype=self.dtype, device=self.device)
-        mask[:, total - window :].masked_fill_(hidden, self._lowest)
+        mask = torch.zeros(len(tokens), total, dtype=self.dtype, device=self.device)
+        mask[:, total - visible.shape[1] :].masked_fill_(hidden, self._lowest)
         started = perf_counter()
         if self.model.lean is not None:
             logits = self.model.lean(ids, places, mask, self.cache, wanted)
@@ -87,7 +95,8 @@ class ModelRunner:
             logits = self.model.module(**inputs).logits[0]
         self.forward_ms += (perf_counter() - started) * 1000
         self.tokens_processed += n
-        return logits
+        self.cache.truncate(first_free + n)
+        return logits[:kept]
 
     def prefill(self, tokens: IntArray, keep_from: int | None = None) -> torch.Tensor:
         """Process committed tokens that follow those already in the cache.

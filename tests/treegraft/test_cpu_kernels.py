@@ -24,9 +24,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.treegraft.tiny import tiny_tokenizer
-from treegraft.cpu_kernels import FusedPart, PackedLinear, QuantizedLinear, can_quantize, speed_up
+from treegraft.cpu_kernels import FastRMSNorm, FusedPart, PackedLinear, QuantizedLinear, can_quantize, speed_up
 from treegraft.lean import lean_forward
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
@@ -109,6 +110,64 @@ def test_the_lean_forward_equals_the_models_own(name: str) -> None:
         results.append(torch.cat(logits))
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
     assert runners[0].cache.length == runners[1].cache.length == 17 + 6
+
+
+needs_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bf16 product for this CPU"
+)
+
+
+@needs_bf16
+@pytest.mark.parametrize("name", LEAN)
+def test_the_lean_forward_takes_bfloat16(name: str) -> None:
+    stock = build(LEAN, name).bfloat16()
+    fast = copy.deepcopy(stock)
+    speed_up(fast)
+    runner = ModelRunner(language_model(fast, lean=True))
+    runner.reset(32)
+    tokens = torch.arange(3, 20)
+    ours, own = runner.prefill(tokens.numpy(), 0), stock(tokens[None]).logits[0]
+    assert ours.dtype == torch.bfloat16
+    assert (ours.float() - own.float()).norm() / own.float().norm() < 0.02  # a rounding is 0.004
+
+
+@needs_bf16
+def test_the_norm_in_one_call_rounds_as_transformers_does() -> None:
+    norm = LlamaRMSNorm(96, eps=1e-5).bfloat16()
+    norm.weight.data.uniform_(0.5, 2)
+    holder = nn.Module()
+    holder.norm = copy.deepcopy(norm)
+    speed_up(holder)
+    assert isinstance(holder.norm, FastRMSNorm)
+    x = torch.randn(7, 96).bfloat16()
+    assert torch.equal(holder.norm(x), norm(x).detach())
+
+
+@pytest.mark.parametrize("name", [*LEAN, *OTHERS])
+def test_rows_that_fill_up_a_small_forward_leave_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A one-token prompt, single tokens, a tree of two siblings: logits and cache as without them."""
+    module = build(LEAN | OTHERS, name)
+    speed_up(module)
+    head_rows: list[int] = []
+    module.get_output_embeddings().register_forward_pre_hook(lambda _, x: head_rows.append(x[0].shape[-2]))
+    results = []
+    for capability, fewest in (("AVX2", 1), ("AVX512", 4)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        runner = ModelRunner(language_model(module, lean=name in LEAN))
+        runner.reset(1)
+        head_rows.clear()
+        logits = [runner.prefill(np.array([3]), 0)]
+        for tokens in ([5], [6, 8]):
+            places = np.full(len(tokens), runner.committed)
+            logits.append(runner.forward(np.array(tokens), places, np.eye(len(tokens), dtype=np.bool_), slice(None)))
+            runner.commit([runner.committed + len(tokens) - 1])
+        logits.append(runner.prefill(np.arange(9, 16), 6))
+        assert runner.prefill(np.array([4])).shape == (0, VOCAB)
+        assert len(head_rows) >= 4
+        assert min(rows for rows in head_rows if rows) == fewest
+        results.append((torch.cat(logits), runner.cache.length, runner.tokens_processed))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
+    assert results[0][1:] == results[1][1:] == (11, 12)
 
 
 # By what PyTorch says of itself: the probe of `can_quantize` would skip the tests of a product that computes wrongly.
