@@ -20,6 +20,7 @@ LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 ATTENTION_PARTS = (PROJECTIONS, PROJECTIONS | {"q_norm", "k_norm"})
 PROBE_TOKENS = 6
+MOST_EXACT_ROWS = 64  # a verified tree; a longer forward is a prompt's, which plain decoding has in the same pieces
 
 
 class LeanForward:
@@ -55,6 +56,28 @@ class LeanForward:
         return logits
 
 
+def exact_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention in float64: rounded to bfloat16, it does not depend on where in the cache a token's ancestors lie.
+
+    All else in a bfloat16 forward gives a row the same bits in every company (see decisions.md), so a tree's path is
+    decoded as plain decoding would decode it. In lower precision the order of summation shows, a last bit here and
+    there, and forty layers make another text of it.
+
+    Args:
+        query: [1, heads, n, head_dim]; keys, values: [1, shared, slots, head_dim]; mask: [1, 1, n, slots], added.
+
+    Returns:
+        [1, heads, n, head_dim] in the query's type.
+    """
+    _, heads, n, width = query.shape
+    shared, slots = keys.shape[1:3]
+    grouped = query[0].reshape(shared, -1, width).double().mul_(scale)  # [shared, heads / shared * n, head_dim]
+    scores = torch.bmm(grouped, keys[0].double().transpose(1, 2))
+    scores.view(shared, -1, n, slots).add_(mask[0])
+    mixed = torch.bmm(scores.softmax(-1), values[0].double())
+    return mixed.view(1, heads, n, width).to(query.dtype)
+
+
 class _Layer:
     """One layer's parts, taken out of their modules."""
 
@@ -80,9 +103,12 @@ class _Layer:
             turned[:, heads:].transpose(0, 1)[None], fused[:, heads + self.kv_heads :].transpose(0, 1)[None]
         )
         query = turned[:, :heads].transpose(0, 1)[None]  # [1, heads, n, head_dim]
-        mixed = scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=heads != self.kv_heads
-        )
+        if query.dtype == torch.bfloat16 and n <= MOST_EXACT_ROWS:
+            mixed = exact_attention(query, keys, values, mask, self.scaling)
+        else:
+            mixed = scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=heads != self.kv_heads
+            )
         hidden = hidden + self.out(mixed[0].transpose(0, 1).reshape(n, -1))
         gate, up = self.gate_up(self.norm_out(hidden)).chunk(2, dim=-1)
         return hidden.add_(self.down(silu(gate).mul_(up)))

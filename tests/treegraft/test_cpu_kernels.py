@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -28,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.treegraft.tiny import tiny_tokenizer
 from treegraft.cpu_kernels import FastRMSNorm, FusedPart, PackedLinear, QuantizedLinear, can_quantize, speed_up
-from treegraft.lean import lean_forward
+from treegraft.lean import exact_attention, lean_forward
 from treegraft.models import LanguageModel
 from treegraft.runner import ModelRunner
 
@@ -129,6 +130,29 @@ def test_the_lean_forward_takes_bfloat16(name: str) -> None:
     ours, own = runner.prefill(tokens.numpy(), 0), stock(tokens[None]).logits[0]
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - own.float()).norm() / own.float().norm() < 0.02  # a rounding is 0.004
+
+
+def test_exact_attention_does_not_depend_on_where_ancestors_lie() -> None:
+    """The same slots alone, and scattered among hidden strangers: the same bits. In float32 some would differ."""
+    generator = torch.Generator().manual_seed(0)
+    heads, shared, width, rows, slots, strangers = 8, 2, 64, 64, 90, 25
+    lowest = torch.finfo(torch.bfloat16).min
+    for _ in range(8):
+        query, keys, values = (
+            torch.randn(1, *shape, width, generator=generator).bfloat16()
+            for shape in ((heads, rows), (shared, slots), (shared, slots))
+        )
+        alone = exact_attention(query, keys, values, torch.zeros(1, 1, rows, slots).bfloat16(), 0.125)
+        own = torch.randperm(slots + strangers, generator=generator)[:slots].sort().values
+        mask = torch.full((1, 1, rows, slots + strangers), lowest).bfloat16()
+        mask[..., own] = 0
+        spread = [torch.randn(1, shared, slots + strangers, width, generator=generator).bfloat16() for _ in range(2)]
+        for whole, part in zip(spread, (keys, values), strict=True):
+            whole[:, :, own] = part
+        assert torch.equal(exact_attention(query, *spread, mask, 0.125), alone)
+        double = (query.double(), keys.double(), values.double())
+        expected = scaled_dot_product_attention(*double, scale=0.125, enable_gqa=True).bfloat16()
+        torch.testing.assert_close(alone, expected, rtol=8e-3, atol=0)
 
 
 @needs_bf16
