@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.bootstrap import FEWEST_FOR_INTERVAL, Sums, draw_prompts, drawn_ratios, percentile_interval
-from pipeline.headline import headline
+from pipeline.headline import doubts, headline
 from pipeline.measurements import (
     DRAFTING_METHODS,
     METHODS,
@@ -33,7 +33,6 @@ from pipeline.measurements import (
     Summary,
     TimeSplit,
 )
-from pipeline.provenance import code_changed
 from pipeline.recorded_steps import RecordedPrompt
 from pipeline.report_schema import SCHEMA, check_report
 from treegraft.errors import UserError
@@ -183,17 +182,24 @@ def build_report(
         for temperature, groups in by_temperature.items()
     )
     groups = by_temperature[first["temperature"]]
+    rates = summary.replay or ReplayRates()
+    modelled_plain = 1000 * (rates.tokens_per_ms.get("plain") or 0.0)
     report = {
         "schema": SCHEMA,
         "pair": pair,
         "device": summary.device,
         "settings": summary.settings,
         "created": summary.ended,  # of the measurement, not of this file: equal inputs give equal bytes
-        "warnings": _warnings(pair, summary),
+        "warnings": doubts(
+            pair,
+            summary.provenance.get("code_changed") or [],
+            modelled_plain,
+            first["overall"]["plain"]["tokens_per_s"],
+        ),
         **first,
         "other_temperatures": others,
         "oracle": _oracle(summary.replay),
-        "replay": _replay(summary.replay or ReplayRates(), first["benchmarks"], first["overall"]),
+        "replay": _replay(rates, first["benchmarks"], first["overall"]),
         "calibration": [
             bin_.model_dump(include={"predicted", "observed", "count"}) for bin_ in summary.calibration or []
         ],
@@ -275,12 +281,6 @@ def _by_prompt(methods: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             "steps": [_total(counts) for counts in steps.values()],
         }
     return {"prompts": prompts, "methods": dict(sorted(found.items()))}
-
-
-def _warnings(pair: str, summary: Summary) -> list[str]:
-    """Sentences about what makes the figures doubtful."""
-    changed = summary.provenance.get("code_changed") or []
-    return [code_changed("evaluate", pair, changed)] if changed else []
 
 
 def _prompts(rows: Iterable[Run]) -> list[str]:

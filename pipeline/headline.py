@@ -3,6 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.provenance import code_changed
+
+OFF_PROFILE = 1.25  # machines drift by a tenth and more from minute to minute; other load slows down several times
+
+
+def doubts(pair: str, changed: list[str], modelled: float, measured: float) -> list[str]:
+    """Sentences about what makes a report's figures doubtful.
+
+    changed: code that changed while it was measured. modelled, measured: plain decoding's tokens a second by the
+    latencies of stage profile (0 if it has no say on these prompts) and by the clock.
+    """
+    found = [code_changed("evaluate", pair, changed)] if changed else []
+    if modelled and not 1 / OFF_PROFILE <= measured / modelled <= OFF_PROFILE:
+        found.append(
+            f"Plain decoding ran at {measured:.3g} tokens a second, by the profile it runs at {modelled:.3g}: the machine had "
+            "other load or other settings in one of the two stages, and the scheduler was made for the profile's costs. "
+            f"Measure both again on the idle machine: run `pipeline profile {pair}`, then `pipeline all {pair}` (with dvc: "
+            f"`dvc repro -f -s profile@{pair}`, then `dvc repro`)."
+        )
+    return found
+
 
 def headline(
     temperature: float,

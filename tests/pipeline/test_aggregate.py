@@ -421,6 +421,19 @@ def test_code_that_changed_while_evaluate_ran_is_a_warning() -> None:
     assert "run `pipeline evaluate toy` again" in warning
 
 
+@pytest.mark.parametrize(("slowed", "doubtful"), [(0.5, True), (0.9, False), (1.1, False), (2.0, True)])
+def test_a_clock_that_disagrees_with_the_profile_is_a_warning(slowed: float, doubtful: bool) -> None:
+    rows = make_rows()
+    plain = [row for row in rows if row["method"] == "plain"]
+    by_clock = sum(row["tokens"] for row in plain) / sum(row["seconds"] for row in plain)
+    summary = make_summary()
+    summary["replay"]["tokens_per_ms"]["plain"] = by_clock * slowed / 1000
+    runs = [parse_run(json.dumps(row), "line") for row in rows]
+    warnings = build_report("toy", runs, parse_summary(summary, "summary.json"), DISTILL, resamples=50)["warnings"]
+    assert len(warnings) == doubtful
+    assert all(f"{by_clock:.3g} tokens a second" in warning and "profile toy" in warning for warning in warnings)
+
+
 def test_sums_of_prompts_add_up_to_the_figures() -> None:
     report = report_of(make_rows(hf=True))
     for bench in BENCHES:

