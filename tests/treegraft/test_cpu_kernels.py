@@ -146,10 +146,11 @@ def test_exact_attention_does_not_depend_on_where_ancestors_lie() -> None:
         own = torch.randperm(slots + strangers, generator=generator)[:slots].sort().values
         mask = torch.full((1, 1, rows, slots + strangers), lowest).bfloat16()
         mask[..., own] = 0
-        spread = [torch.randn(1, shared, slots + strangers, width, generator=generator).bfloat16() for _ in range(2)]
-        for whole, part in zip(spread, (keys, values), strict=True):
-            whole[:, :, own] = part
-        assert torch.equal(exact_attention(query, *spread, mask, 0.125), alone)
+        among_keys, among_values = (
+            torch.randn(1, shared, slots + strangers, width, generator=generator).bfloat16() for _ in range(2)
+        )
+        among_keys[:, :, own], among_values[:, :, own] = keys, values
+        assert torch.equal(exact_attention(query, among_keys, among_values, mask, 0.125), alone)
         double = (query.double(), keys.double(), values.double())
         expected = scaled_dot_product_attention(*double, scale=0.125, enable_gqa=True).bfloat16()
         torch.testing.assert_close(alone, expected, rtol=8e-3, atol=0)
