@@ -19,8 +19,8 @@ def doubts(pair: str, changed: list[str], modelled: float, measured: float) -> l
         found.append(
             f"Plain decoding ran at {measured:.3g} tokens a second, by the profile it runs at {modelled:.3g}: "
             "the machine had other load or other settings in one of the two stages, and the scheduler was made for the "
-            f"profile's costs. Measure both again on the idle machine: run `pipeline profile {pair}`, then "
-            f"`pipeline all {pair}` (with dvc: `dvc repro -f -s profile@{pair}`, then `dvc repro`)."
+            f"profile's costs. Measure both again on the idle machine: run `pipeline all {pair}` (with dvc: "
+            f"`dvc repro -f -s profile@{pair}`, then `dvc repro`)."
         )
     return found
 

@@ -59,9 +59,9 @@ class LeanForward:
 def exact_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Attention in float64: rounded to bfloat16, it does not depend on where in the cache a token's ancestors lie.
 
-    All else in a bfloat16 forward gives a row the same bits in every company (see decisions.md), so a tree's path is
-    decoded as plain decoding would decode it. In lower precision the order of summation shows, a last bit here and
-    there, and forty layers make another text of it.
+    On some CPUs all else in a bfloat16 forward gives a row the same bits in every company (see decisions.md), so there
+    a tree's path is decoded as plain decoding would decode it. In lower precision the order of summation shows, a last
+    bit here and there, and the layers above make other logits of it.
 
     Args:
         query: [1, heads, n, head_dim]; keys, values: [1, shared, slots, head_dim]; mask: [1, 1, n, slots], added.

@@ -64,15 +64,14 @@ class ModelRunner:
         Returns:
             float [len(keep), vocabulary], on the model's device.
         """
-        n, first_free = len(tokens), self.cache.length
+        n, before, fewest = len(tokens), self.cache.length, self._fewest_rows
         rows = np.arange(n)[keep] if isinstance(keep, slice) else np.asarray(keep, np.int64)
         kept = len(rows)
-        if (more := self._fewest_rows - n) > 0:  # rows that nobody sees, in slots that are given back below
-            tokens, positions = np.pad(tokens, (0, more), "edge"), np.pad(positions, (0, more), "edge")
-            visible = np.pad(np.pad(visible, ((0, 0), (0, more))), ((0, more), (0, 0)), constant_values=True)
-        if 0 < kept < self._fewest_rows:
-            rows = np.pad(rows, (0, self._fewest_rows - kept), "edge")
-        total = first_free + len(tokens)
+        if n < fewest:
+            tokens, positions, visible = _filled_up(tokens, positions, visible, fewest)
+        if 0 < kept < fewest:
+            rows = np.resize(rows, fewest)
+        total = before + len(tokens)
         if total > self.cache.capacity:  # by a quarter at least, so that a growing text seldom moves its cache
             self.cache.reserve(_rounded(max(total, self.cache.capacity * 5 // 4)))
         # Left on the CPU, from where it can index any device: the last one of a spread model is another.
@@ -95,7 +94,8 @@ class ModelRunner:
             logits = self.model.module(**inputs).logits[0]
         self.forward_ms += (perf_counter() - started) * 1000
         self.tokens_processed += n
-        self.cache.truncate(first_free + n)
+        if n < fewest:
+            self.cache.truncate(before + n)
         return logits[:kept]
 
     def prefill(self, tokens: IntArray, keep_from: int | None = None) -> torch.Tensor:
@@ -124,6 +124,17 @@ class ModelRunner:
         """Make the tree slots ``slots`` (in text order) the next committed tokens and forget the other tree slots."""
         self.cache.keep(self.committed, slots)
         self.committed += len(slots)
+
+
+def _filled_up(
+    tokens: IntArray, positions: IntArray, visible: BoolArray, rows: int
+) -> tuple[IntArray, IntArray, BoolArray]:
+    """The arguments of a forward with as many rows; those behind the real ones are seen by themselves alone."""
+    n, window = visible.shape
+    wide = np.zeros((rows, window + rows - n), np.bool_)
+    wide[:n, :window] = visible
+    wide[n:] = True
+    return np.resize(tokens, rows), np.resize(positions, rows), wide
 
 
 def _rounded(tokens: int) -> int:

@@ -431,7 +431,8 @@ def test_a_clock_that_disagrees_with_the_profile_is_a_warning(slowed: float, dou
     runs = [parse_run(json.dumps(row), "line") for row in rows]
     warnings = build_report("toy", runs, parse_summary(summary, "summary.json"), DISTILL, resamples=50)["warnings"]
     assert len(warnings) == doubtful
-    assert all(f"{by_clock:.3g} tokens a second" in warning and "profile toy" in warning for warning in warnings)
+    assert all(f"{by_clock:.3g} tokens a second" in warning for warning in warnings)
+    assert all("run `pipeline all toy`" in warning and "-s profile@toy`" in warning for warning in warnings)
 
 
 def test_sums_of_prompts_add_up_to_the_figures() -> None:

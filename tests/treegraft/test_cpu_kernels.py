@@ -76,6 +76,7 @@ def build(kinds: dict[str, tuple[Any, Any]], name: str) -> PreTrainedModel:
     model_class, config = kinds[name]
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # else the weights depend on the tests before
         model: PreTrainedModel = model_class(config)
     for parameter in model.parameters():
         if parameter.ndim == 1:
@@ -156,6 +157,45 @@ def test_exact_attention_does_not_depend_on_where_ancestors_lie() -> None:
         torch.testing.assert_close(alone, expected, rtol=8e-3, atol=0)
 
 
+def products_keep_rows_apart() -> bool:
+    """Whether packed bfloat16 products give a row the same bits in every company of two and more rows."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 48, generator=generator).bfloat16() for rows in (32, 40))
+    packed = PackedLinear(weight)
+    return all(torch.equal(packed(x[:rows].clone()), packed(x)[:rows]) for rows in range(2, 32))
+
+
+@pytest.mark.skipif(not products_keep_rows_apart(), reason="packed products of this CPU depend on the number of rows")
+@pytest.mark.parametrize("name", LEAN)
+def test_in_bfloat16_a_trees_path_has_the_bits_of_plain_decoding(name: str) -> None:
+    """A path decoded token by token, and scattered in trees of random siblings: the same logits, bit for bit."""
+    random = np.random.default_rng(0)
+    module = build(LEAN, name).bfloat16()
+    speed_up(module)
+    runner = ModelRunner(language_model(module, lean=True))
+    for _ in range(20):
+        prompt, path = random.integers(0, VOCAB, 40), random.integers(0, VOCAB, 5)
+        runner.reset(128)
+        runner.prefill(prompt)
+        alone = torch.cat([runner.prefill(path[place : place + 1], 0) for place in range(len(path))])
+        parents, on_path = [0], [0]
+        for _ in path[1:]:
+            parents += random.integers(0, len(parents), random.integers(0, 5)).tolist()  # siblings and cousins
+            parents.append(on_path[-1])
+            on_path.append(len(parents) - 1)
+        visible = np.eye(len(parents), dtype=np.bool_)
+        for node, parent in enumerate(parents[1:], 1):
+            visible[node] |= visible[parent]
+        tokens = random.integers(0, VOCAB, len(parents))
+        tokens[on_path] = path
+        runner.reset(128)
+        runner.prefill(prompt)
+        among = runner.forward(tokens, len(prompt) + visible.sum(1) - 1, visible, on_path)
+        assert torch.equal(among, alone)
+
+
 @needs_bf16
 def test_the_norm_in_one_call_rounds_as_transformers_does() -> None:
     norm = LlamaRMSNorm(96, eps=1e-5).bfloat16()
@@ -189,6 +229,7 @@ def test_rows_that_fill_up_a_small_forward_leave_no_trace(name: str, monkeypatch
         logits.append(runner.prefill(np.arange(9, 16), 6))
         assert runner.prefill(np.array([4])).shape == (0, VOCAB)
         assert len(head_rows) >= 4
+        assert head_rows[-1] == 0  # where no logits are wanted, none are made up
         assert min(rows for rows in head_rows if rows) == fewest
         results.append((torch.cat(logits), runner.cache.length, runner.tokens_processed))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
