@@ -4,6 +4,7 @@ The expected bytes are those of one undisturbed process. Workers are processes o
 torch imported already.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,12 +61,14 @@ def test_work_of_other_code_is_not_continued(root: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+def expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
     """The bytes to come out; the test runs in the pair's folder, which holds no half-done work and no outcomes."""
     monkeypatch.chdir(root)
     for folder in (OUTCOMES, SCRATCH):
         shutil.rmtree(folder, ignore_errors=True)
-    return contents(root / "expected")
+    yield contents(root / "expected")
+    for worker in multiprocessing.active_children():
+        worker.kill()  # a failed test may leave one stopped, for which the end of this process would wait
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -110,18 +114,29 @@ def start_worker(rank: int, world: int) -> Worker:
     return Worker(*TORCHRUN, RANK=str(rank), WORLD_SIZE=str(world))
 
 
-def await_claim(pid: int, kind: str) -> None:
-    """Return while the process ``pid`` holds a claim whose name begins with ``kind``."""
+def stop_at(worker: Worker, kind: str) -> None:
+    """Return when ``worker`` stands still and holds a claim whose name begins with ``kind``.
+
+    Stopped, so that however fast the machine is, the others come to work while it holds its claim.
+    """
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
-        for path in SCRATCH.glob(f"*/claims/{kind}*"):
-            try:
-                if json.loads(path.read_text())["pid"] == pid:
-                    return
-            except (OSError, ValueError):  # released, or being written
-                continue
+        if holds(worker.pid, kind):
+            os.kill(worker.pid, signal.SIGSTOP)
+            if holds(worker.pid, kind):
+                return
+            os.kill(worker.pid, signal.SIGCONT)  # released between the look and the signal
         time.sleep(0.001)
-    pytest.fail(f"{pid} never held {kind}")
+    pytest.fail(f"{worker.pid} never held {kind}")
+
+
+def holds(pid: int, kind: str) -> bool:
+    """Whether the process ``pid`` holds a claim whose name begins with ``kind``."""
+    for path in SCRATCH.glob(f"*/claims/{kind}*"):
+        with contextlib.suppress(OSError, ValueError):  # released, or being written
+            if json.loads(path.read_text())["pid"] == pid:
+                return True
+    return False
 
 
 def results() -> int:
@@ -139,19 +154,24 @@ def test_workers_together_do_what_one_does(expected: dict[str, bytes], world: in
 
 @pytest.mark.parametrize("kind", ["answers-", "schedules-"])
 def test_a_worker_killed_at_work_is_made_up_for(expected: dict[str, bytes], kind: str) -> None:
-    leader, other = start_worker(0, 2), start_worker(1, 2)
-    await_claim(other.pid, kind)
+    leader = start_worker(0, 2)
+    stop_at(leader, kind)
+    other = start_worker(1, 2)
+    stop_at(other, kind)
     other.kill()
     assert not OUTCOMES.exists()
+    os.kill(leader.pid, signal.SIGCONT)
     leader.finish()
     assert contents(OUTCOMES) == expected
 
 
 def test_without_its_leader_a_worker_ends_the_work_and_the_next_run_publishes_it(expected: dict[str, bytes]) -> None:
     leader = start_worker(0, 2)
-    await_claim(leader.pid, "answers-")
+    stop_at(leader, "answers-")
     other = start_worker(1, 2)
+    stop_at(other, "answers-")
     leader.kill()
+    os.kill(other.pid, signal.SIGCONT)
     other.finish()
     assert not OUTCOMES.exists()
     before = {path: path.stat().st_mtime_ns for path in SCRATCH.rglob("*.npz")}
@@ -343,7 +363,7 @@ def test_the_plan_counts_what_an_earlier_run_has_done(
     assert sampled[0] > whole[0], "the target also looks at all paths"
     assert sampled[1] == whole[1]
     worker = Worker()
-    await_claim(worker.pid, "schedules-")
+    stop_at(worker, "schedules-")
     worker.kill()
     capsys.readouterr()
     before = results()
