@@ -34,7 +34,7 @@ from pipeline.strong_depth import StrongAlone, tune_strong
 from treegraft.errors import UserError
 
 TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all
-EXPERIMENT = {"seed", "decoding", "prompts", "label", "traces", "distill", "evaluate"}
+EXPERIMENT = {"seed", "profile", "decoding", "prompts", "label", "traces", "distill", "evaluate"}
 """What of params.yaml a report repeats, so that the run can be done again; models and machine stand there anyway."""
 
 if TYPE_CHECKING:

@@ -82,6 +82,8 @@ def speed_phrase(ratio: float, low: float | None, high: float | None, other: str
     times = f"{ratio:.2f}"
     if times == "1.00":
         return f"is as fast as {other} (1.00 times its speed, {interval})"
+    if ratio < 1 and verdict(low, high) == "undecided":
+        return f"has {times} times the speed of {other} ({interval})"  # "slower" would say more than was shown
     if ratio < 1:
         return f"is slower than {other}: {times} times its speed ({interval})"
     return f"is {times} times as fast as {other} ({interval})"

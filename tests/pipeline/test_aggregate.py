@@ -525,7 +525,7 @@ def test_headroom() -> None:
     [
         (1.5, 1.2, 1.8, "is 1.50 times as fast as plain", "faster"),
         (0.8, 0.7, 0.9, "is slower than plain: 0.80 times its speed", "slower"),
-        (0.97, 0.9, 1.1, "is slower than plain", "undecided"),
+        (0.97, 0.9, 1.1, "has 0.97 times the speed of plain", "undecided"),
         (0.999, 0.9, 1.1, "is as fast as plain", "undecided"),
         (1.5, None, None, "no interval", "unknown"),
     ],
