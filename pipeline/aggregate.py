@@ -195,6 +195,7 @@ def build_report(
             summary.provenance.get("code_changed") or [],
             modelled_plain,
             first["overall"]["plain"]["tokens_per_s"],
+            sum(run.fallbacks or 0 for run in runs if run.method == "treegraft"),
         ),
         **first,
         "other_temperatures": others,

@@ -95,11 +95,11 @@ def fits_digest(config: "PairConfig", settings: dict[str, Any]) -> str:
 
     ``settings``: those of section distill that count.
     """
-    import treegraft.values.replay
+    import treegraft
 
-    here, values = Path(__file__).parent, Path(treegraft.values.replay.__file__).parent
+    here = Path(__file__).parent
     own = [here / f"{name}.py" for name in ("distill_inputs", "labelled", "student", "students")]
-    code = [*own, *values.glob("*.py"), *(values.parent / "scheduling").glob("*.py")]
+    code = [*own, *Path(treegraft.__path__[0]).rglob("*.py")]
     parts = {
         "traces": {str(path): file_digest(path) for path in config.paths.traces.rglob("*") if path.is_file()},
         "code": {f"{path.parent.name}/{path.name}": file_digest(path) for path in code},

@@ -27,13 +27,13 @@ from pipeline.labelled import Admission, decide
 from pipeline.measurements import OWN_METHODS
 from pipeline.methods import Bench, Method, ecosystem_methods, make_methods, prepare
 from pipeline.progress import log, progress
-from pipeline.prompts import Prompt, select_prompts
+from pipeline.prompts import Prompt, select_prompts, take
 from pipeline.provenance import code_provenance, input_digests, source_digests
 from pipeline.stages import WHO_WORKS
 from pipeline.strong_depth import StrongAlone, tune_strong
 from treegraft.errors import UserError
 
-TUNING_STRIDE = 3  # every third validation prompt: some of every kind, seconds in all
+TUNING_SHARE = 3  # of the validation prompts of every kind, one in so many
 EXPERIMENT = {"seed", "profile", "decoding", "prompts", "label", "traces", "distill", "evaluate"}
 """What of params.yaml a report repeats, so that the run can be done again; models and machine stand there anyway."""
 
@@ -108,8 +108,9 @@ def tuned_strong(bench: Bench, prompts: list[Prompt], temperature: float, path: 
     if not path.exists():
         plan = (len(bench.config.drafters) - 1,) * bench.config.decoding.depth
         guess = joint_rate([replay_fixed(bench.tables["train"], plan)])
-        some = [encode_turns(bench.models.target, prompt.turns[:1], []) for prompt in prompts[::TUNING_STRIDE]]
-        write_json(path, asdict(tune_strong(bench, some, temperature, guess)))
+        some = take(prompts, -(-bench.config.label.validation_per_kind // TUNING_SHARE))
+        texts = [encode_turns(bench.models.target, prompt.turns[:1], []) for prompt in some]
+        write_json(path, asdict(tune_strong(bench, texts, temperature, guess)))
     return StrongAlone(**json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -197,7 +198,8 @@ def _logit_gap(bench: Bench, text: list[int], one: int, other: int) -> float:
 
     target = bench.models.target
     with torch.inference_mode():
-        logits: torch.Tensor = target.module(torch.tensor([text], device=target.device), use_cache=False).logits[0, -1]
+        ids = torch.tensor([text], device=target.device)
+        logits: torch.Tensor = target.module(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
     return abs(float(logits[one] - logits[other]))
 
 
@@ -241,7 +243,7 @@ def replayed(bench: Bench, strong: StrongAlone) -> dict[str, Any]:
     """Modelled tokens per ms of every method on the test tables, in all and for each benchmark.
 
     The tables know no tree that ends before its last layer: below its depth the drafter model alone gets what n-grams
-    add there, which is more than the measured one has.
+    add there, which is more than the measured one has. Nor do they know deeper ones.
     """
     import numpy as np
 
@@ -251,7 +253,7 @@ def replayed(bench: Bench, strong: StrongAlone) -> dict[str, Any]:
     seen = [bench.tables[split] for split in ("train", "validation")]
     schedules: dict[str, tuple[int, ...]] = {
         "ngram": (),
-        "strong": (strong.drafter,) * strong.depth,
+        "strong": (strong.drafter,) * min(strong.depth, tables.depth),
         "fixed": bench.scheduler.best_fixed,
     }
     # Verified sizes at the rates that the measured methods used.
@@ -300,8 +302,9 @@ def node_calibration(bench: Bench, bins: int = 10) -> list[dict[str, float]]:
 
 
 def _scratch(config: "PairConfig", inputs: dict[str, str | None]) -> Path:
-    """The scratch folder of measurements of exactly these inputs, this code and this configuration."""
+    """The scratch folder of measurements of exactly these inputs, this code, configuration and machine."""
     import treegraft
+    from pipeline.pair import machine
 
     code = [
         *sorted(Path(treegraft.__path__[0]).rglob("*.py")),
@@ -312,6 +315,7 @@ def _scratch(config: "PairConfig", inputs: dict[str, str | None]) -> Path:
     ]
     parts = {
         "config": config.model_dump(mode="json"),
+        "machine": machine(config),
         "inputs": inputs,
         "code": [file_digest(path) for path in code],
     }

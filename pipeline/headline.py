@@ -8,10 +8,11 @@ from pipeline.provenance import code_changed
 OFF_PROFILE = 1.25  # machines drift by a tenth and more from minute to minute; other load slows down several times
 
 
-def doubts(pair: str, changed: list[str], modelled: float, measured: float) -> list[str]:
+def doubts(pair: str, changed: list[str], modelled: float, measured: float, fallbacks: int) -> list[str]:
     """Sentences about what makes a report's figures doubtful.
 
-    changed: code that changed while it was measured. modelled, measured: plain decoding's tokens a second by the
+    changed: code that changed while it was measured. fallbacks: decisions that the scheduler left to the best fixed
+    schedule. modelled, measured: plain decoding's tokens a second by the
     latencies of stage profile (0 if it has no say on these prompts) and by the clock.
     """
     found = [code_changed("evaluate", pair, changed)] if changed else []
@@ -21,6 +22,12 @@ def doubts(pair: str, changed: list[str], modelled: float, measured: float) -> l
             "the machine had other load or other settings in one of the two stages, and the scheduler was made for the "
             f"profile's costs. Measure both again on the idle machine: run `pipeline all {pair}` (with dvc: "
             f"`dvc repro -f -s profile@{pair}`, then `dvc repro`)."
+        )
+    if fallbacks:
+        found.append(
+            f"In {fallbacks} decisions the scheduler's margins were not possible, and the best fixed schedule acted "
+            "in its place: it met features unlike those it was trained on. Train it again: run "
+            f"`pipeline all {pair}`."
         )
     return found
 

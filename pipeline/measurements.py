@@ -72,6 +72,7 @@ class Run(Strict):
     steps: Count | None = None
     calls: list[Count] | None = None
     strong_calls: Count | None = None
+    fallbacks: Count | None = None
     accepted_by_depth: list[Count] | None = None
     time_ms: TimeSplit | None = None
     divergence: Divergence | None = None

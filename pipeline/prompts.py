@@ -5,12 +5,14 @@ further keys are free. The kind of a prompt (what a report calls a benchmark) is
 or of the folder in ``<kind>/question.jsonl``.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.progress import log
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,18 +37,27 @@ def load_prompts(sources: "Iterable[str | Path | PromptSource]") -> list[Prompt]
     """All prompts of ``sources``, in the order of the sources, then of file names, then of lines.
 
     A source is a folder or an entry of params.yaml's ``prompts.sources``. Raises UserError, with file and line, for
-    anything malformed, for an empty file or source, and for an id given twice.
+    anything malformed, for an empty file or source, and for an id given twice. A prompt that says what an earlier one
+    says is left out, or it could be trained and measured on.
     """
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
+    known: set[tuple[str, ...]] = set()
+    repeats: list[str] = []
     for source in sources:
         for prompt, place in _read_source(source):
             if prompt.kind in RESERVED_KINDS:
                 raise UserError(f"{place}: a kind cannot be called {prompt.kind}, which a report says of all together.")
+            if prompt.turns in known:
+                repeats.append(place)
+                continue
             if prompt.id in places:
                 raise UserError(f"{place}: the id '{prompt.id}' was given before at {places[prompt.id]}.")
+            known.add(prompt.turns)
             places[prompt.id] = place
             prompts.append(prompt)
+    if repeats:
+        log(f"prompts: {len(repeats)} repeat earlier ones and are left out (the first: {repeats[0]})")
     return prompts
 
 
@@ -178,7 +189,10 @@ def _what(value: Any) -> str:
 
 
 def _read_hub(source: "PromptSource") -> Iterator[tuple[Prompt, str]]:
-    """The rows of a data set of the hub (or of its cache, or of a local data set folder), numbered from 0."""
+    """The rows of a data set of the hub (or of its cache, or of a local data set folder).
+
+    Named by what they say, so that a row is the same prompt in whatever slice of the data set.
+    """
     import datasets
 
     name = f"The data set {source.hub}"
@@ -196,5 +210,6 @@ def _read_hub(source: "PromptSource") -> Iterator[tuple[Prompt, str]]:
         raise UserError(f"{name} has no rows in the split {source.split}.")
     for index, value in enumerate(rows[column]):
         place = f"{source.hub}, {source.split}, row {index}"
-        turns = [value] if source.field is not None else value
-        yield Prompt(f"{kind}/{index}", kind, _check_turns(turns, column, place)), place
+        turns = _check_turns([value] if source.field is not None else value, column, place)
+        name = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:12]
+        yield Prompt(f"{kind}/{name}", kind, turns), place

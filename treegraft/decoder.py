@@ -283,12 +283,12 @@ class Decoder:
             finish = stopper.add(token)
             if finish is not None:
                 break
+        metrics.verify_ms += (perf_counter() - before) * 1000
         path, emitted = np.array(accepted, np.int64), np.array(text[root_at:], np.int64)
         rows = np.concatenate([[0], np.searchsorted(nodes, path) + 1])  # root and accepted nodes
         chosen_from = logits[torch.from_numpy(rows[: len(emitted)]).to(logits.device)]
         alternatives = chosen_from.topk(self._recycled, dim=-1).indices.cpu().numpy()
         confidence = _probabilities(chosen_from, emitted)
-        metrics.verify_ms += (perf_counter() - before) * 1000
         metrics.verified_nodes += len(nodes)
         metrics.count_step(len(accepted))
         self.runner.commit((rows + self.runner.committed).tolist())

@@ -435,6 +435,14 @@ def test_a_clock_that_disagrees_with_the_profile_is_a_warning(slowed: float, dou
     assert all("run `pipeline all toy`" in warning and "-s profile@toy`" in warning for warning in warnings)
 
 
+def test_decisions_left_to_the_fallback_are_a_warning() -> None:
+    rows = make_rows()
+    runs = [parse_run(json.dumps(row | {"fallbacks": 2 * (row["method"] == "treegraft")}), "line") for row in rows]
+    report = build_report("toy", runs, parse_summary(make_summary(), "summary.json"), DISTILL, resamples=50)
+    count = 2 * sum(row["method"] == "treegraft" for row in rows)
+    assert any(text.startswith(f"In {count} decisions the scheduler's margins") for text in report["warnings"])
+
+
 def test_sums_of_prompts_add_up_to_the_figures() -> None:
     report = report_of(make_rows(hf=True))
     for bench in BENCHES:

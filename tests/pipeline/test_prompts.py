@@ -24,13 +24,13 @@ def of_kind(kind: str, count: int) -> list[Prompt]:
 
 
 def test_both_layouts_are_read_in_file_and_line_order(tmp_path: Path) -> None:
-    lines(tmp_path / "maths.jsonl", GOOD | {"question_id": "b"}, GOOD | {"question_id": "a"})
+    lines(tmp_path / "maths.jsonl", GOOD | {"question_id": "b"}, GOOD | {"question_id": "a", "turns": ["Hi!"]})
     lines(tmp_path / "chat" / "question.jsonl", GOOD | {"turns": ["One.", "Two."], "reference": ["ignored"]})
     (tmp_path / "README.md").write_text("not a prompts file")
     assert load_prompts([tmp_path]) == [
         Prompt("chat/1", "chat", ("One.", "Two.")),
         Prompt("maths/b", "maths", ("Hello?",)),
-        Prompt("maths/a", "maths", ("Hello?",)),
+        Prompt("maths/a", "maths", ("Hi!",)),
     ]
 
 
@@ -55,8 +55,8 @@ def test_line_separators_inside_texts_do_not_end_a_line(tmp_path: Path) -> None:
         (GOOD | {"turns": ["x", " "]}, "turn 2 of 'turns' must be a non-empty text"),
         (GOOD | {"turns": [3]}, "turn 1 of 'turns' must be a non-empty text"),
         ('{"question_id": 2, "turns": ["\\ud800"]}', "surrogate"),
-        (GOOD, "the id 'chat/1' was given before at .*line 1"),
-        (GOOD | {"question_id": "1"}, "the id 'chat/1' was given before"),
+        (GOOD | {"turns": ["x"]}, "the id 'chat/1' was given before at .*line 1"),
+        (GOOD | {"turns": ["x"], "question_id": "1"}, "the id 'chat/1' was given before"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, bad: Any, says: str) -> None:
@@ -84,7 +84,7 @@ def test_empty_file_and_empty_folder_and_no_folder(tmp_path: Path) -> None:
 
 def test_the_same_id_in_two_sources_is_refused(tmp_path: Path) -> None:
     lines(tmp_path / "a" / "chat.jsonl", GOOD)
-    lines(tmp_path / "b" / "chat" / "question.jsonl", GOOD)
+    lines(tmp_path / "b" / "chat" / "question.jsonl", GOOD | {"turns": ["Hi!"]})
     with pytest.raises(UserError, match=r"b/chat/question\.jsonl, line 1: .* before at .*a/chat\.jsonl, line 1"):
         load_prompts([tmp_path / "a", tmp_path / "b"])
 
@@ -122,10 +122,10 @@ def label(per_kind: int) -> LabelParams:
 
 
 def test_select_refuses_an_empty_split(tmp_path: Path) -> None:
-    lines(tmp_path / "chat.jsonl", *(GOOD | {"question_id": index} for index in range(6)))
+    lines(tmp_path / "chat.jsonl", *(GOOD | {"question_id": index, "turns": [str(index)]} for index in range(6)))
     with pytest.raises(UserError, match="no prompt for validation"):
         select_prompts([tmp_path], label(2))
-    lines(tmp_path / "chat.jsonl", *(GOOD | {"question_id": index} for index in range(7)))
+    lines(tmp_path / "chat.jsonl", *(GOOD | {"question_id": index, "turns": [str(index)]} for index in range(7)))
     assert {split: len(chosen) for split, chosen in select_prompts([tmp_path], label(2)).items()} == {
         "train": 2,
         "validation": 1,
@@ -149,16 +149,25 @@ def test_the_projects_own_prompts() -> None:
     assert len(set(texts)) == len(texts), "a prompt that stands twice could be trained and tested on"
 
 
+def test_a_repeated_prompt_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = lines(tmp_path / "k.jsonl", *({"question_id": i, "turns": ["x" * (1 + i % 2)]} for i in range(5)))
+    assert [prompt.id for prompt in load_prompts([tmp_path])] == ["k/0", "k/1"]
+    assert f"3 repeat earlier ones and are left out (the first: {path}, line 3)" in capsys.readouterr().err
+
+
 def test_data_set_of_the_hub(tmp_path: Path) -> None:
     """A local folder of files is what datasets takes in the place of a hub id."""
     lines(tmp_path / "test.jsonl", {"question": "Why?", "talk": ["A", "B"]}, {"question": "How?", "talk": ["C"]})
     by_field = PromptSource(hub=str(tmp_path), split="test[:1]", field="question", kind="why")
     by_turns = PromptSource(hub=str(tmp_path), split="test", turns_field="talk", kind="talk")
-    assert load_prompts([by_field, by_turns]) == [
-        Prompt("why/0", "why", ("Why?",)),
-        Prompt("talk/0", "talk", ("A", "B")),
-        Prompt("talk/1", "talk", ("C",)),
+    found = load_prompts([by_field, by_turns])
+    assert [(prompt.kind, prompt.turns) for prompt in found] == [
+        ("why", ("Why?",)),
+        ("talk", ("A", "B")),
+        ("talk", ("C",)),
     ]
+    # In another slice the same row is the same prompt, or what a scheduler was trained on could be measured unnoticed.
+    assert load_prompts([by_turns.model_copy(update={"split": "test[1:]"})]) == found[2:]
     with pytest.raises(UserError, match="no column 'nothing'; it has question, talk"):
         load_prompts([PromptSource(hub=str(tmp_path), split="test", field="nothing", kind="k")])
     with pytest.raises(UserError, match="row 0: turn 1 of 'talk' must be"):

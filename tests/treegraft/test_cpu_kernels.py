@@ -24,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -313,11 +315,32 @@ def test_a_model_that_differs_inside_is_found_out() -> None:
     assert lean_forward(module) is None
 
 
-def test_a_model_that_differs_far_from_the_start_is_found_out() -> None:
-    """Ministral 3 scales its queries from a position on that the start of a text does not reach."""
-    scaled = {"llama_4_scaling_beta": 0.9, "original_max_position_embeddings": 64}
-    config = Ministral3Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, **scaled})
-    module = build({"ministral3": (Ministral3ForCausalLM, config)}, "ministral3")
+SAME_PARTS: dict[str, tuple[Any, Any]] = {
+    "queries scaled from a position on": (
+        Ministral3ForCausalLM,
+        Ministral3Config(
+            **SHAPE,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "llama_4_scaling_beta": 0.01,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    "a layer without rotation": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config(**SHAPE | {"initializer_range": 0.02}, no_rope_layers=[1, 0], pad_token_id=0),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bf16)], ids=str)
+@pytest.mark.parametrize("name", SAME_PARTS)
+def test_a_model_with_the_same_parts_and_other_arithmetic_is_not_taken(name: str, dtype: torch.dtype) -> None:
+    """Differences that a probe's tolerance may let pass, in bfloat16 above all."""
+    module: Any = build(SAME_PARTS, name)
+    module.to(dtype)
     speed_up(module)
     assert lean_forward(module) is None
 

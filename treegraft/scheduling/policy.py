@@ -7,6 +7,8 @@ from treegraft.scheduling.admission import Saving, admitted
 from treegraft.scheduling.features import RequestCosts, SchedulingState, features
 from treegraft.scheduling.network import MarginNetwork
 
+DEAREST = 10  # no call costs the time in which ten times as many tokens come as are verified at most
+
 
 class Scheduler(Protocol):
     """Decides layer by layer which drafter acts."""
@@ -37,7 +39,7 @@ def always(depth: int, drafter: int = 1) -> FixedSchedule:
 
 
 class LearnedScheduler:
-    """Calls the drafter with the largest positive margin, else skips; cannot tell if no such margin is possible.
+    """Calls the drafter with the largest positive margin, else skips; cannot tell if a margin is not possible.
 
     Args:
         names: the network's inputs, some or all of ``known`` (what ``features`` computes) in the same order.
@@ -74,7 +76,8 @@ class LearnedScheduler:
             return 0
         margins = self.margins(state)
         # A call adds no more tokens than are verified at most; NaN fails the comparison too.
-        if not abs(max(margins)) <= state.settings.verified_sizes[-1]:
+        most = state.settings.verified_sizes[-1]
+        if not all(-DEAREST * most <= margin <= most for margin in margins):
             return None
         if not all(may_call):
             margins = [margin if may else 0.0 for margin, may in zip(margins, may_call, strict=True)]
