@@ -15,18 +15,20 @@ import numpy as np
 import pytest
 
 from pipeline.cli import main
-from pipeline.evaluate import replayed
+from pipeline.evaluate import _scratch, replayed, tuned_strong
 from pipeline.files import file_digest
 from pipeline.label_work import Turn
 from pipeline.measurements import OWN_METHODS
-from pipeline.methods import prepare
+from pipeline.methods import Bench, prepare
+from pipeline.pair import machine
 from pipeline.params_file import load_pair
-from pipeline.prompts import Prompt
+from pipeline.prompts import Prompt, select_prompts
 from pipeline.stages import STAGES
 from pipeline.strong_depth import StrongAlone, tune_strong
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.decoder import Decoder, Generation
 from treegraft.metrics import DecodingMetrics
+from treegraft.pair import encode_turns
 from treegraft.scheduling.admission import Saving
 from treegraft.scheduling.checkpoint import load_scheduler, save_scheduler
 from treegraft.scheduling.features import feature_names
@@ -153,16 +155,48 @@ def test_the_strong_drafter_alone_has_the_rate_of_its_steps_as_the_others_have(
 
     def timed(self: Decoder, *arguments: Any) -> Generation:
         made = generate(self, *arguments)
-        metrics = DecodingMetrics(tokens=10 * min(self.settings.depth, best), seconds=6.0, prefill_ms=5000.0)
+        drafted = self.settings.depth
+        slow = 1 < drafted < min(best, depth)  # the best depth must be found behind a worse one
+        metrics = DecodingMetrics(tokens=1 if slow else 10 * min(drafted, best), seconds=6.0, prefill_ms=5000.0)
         return replace(made, metrics=metrics)
 
     monkeypatch.setattr(Decoder, "generate", timed)
     bench = prepare(load_pair(SLUG))
     prompts = [np.array([1, 5, 9]), np.array([1, 7])]
-    for best in (2, bench.config.decoding.depth, bench.config.decoding.depth + 2):
+    depth = bench.config.decoding.depth
+    for best in (2, depth, depth + 2):
         found = tune_strong(bench, prompts, 0.0, 1.0)
         assert (found.drafter, found.depth) == (1, best)
         assert found.tokens_per_ms == pytest.approx(10 * best / 1000)
+
+
+def test_the_strong_drafter_alone_is_tuned_on_every_kind(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    bench = prepare(load_pair(SLUG))
+    validation = select_prompts(bench.config.prompts.sources, bench.config.label)["validation"]
+    texts: list[list[int]] = []
+
+    def tune(bench: Bench, prompts: list[np.ndarray], temperature: float, guess: float) -> StrongAlone:
+        texts.extend(prompt.tolist() for prompt in prompts)
+        return StrongAlone(1, 2, guess)
+
+    monkeypatch.setattr("pipeline.evaluate.tune_strong", tune)
+    found = tuned_strong(bench, validation, 0.0, tmp_path / "strong.json")
+    assert (found.drafter, found.depth) == (1, 2)
+    encoded = {prompt.kind: encode_turns(bench.models.target, prompt.turns[:1], []).tolist() for prompt in validation}
+    assert set(encoded) == {"alpha", "beta"}
+    assert all(text in texts for text in encoded.values())
+
+
+def test_a_measurement_of_another_machine_is_not_continued(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished)
+    config = load_pair(SLUG)
+    here = machine(config)
+    before = _scratch(config, {})
+    monkeypatch.setattr("pipeline.pair.machine", lambda config: here | {"versions": {"torch": "0"}})
+    assert _scratch(config, {}) != before
 
 
 @pytest.fixture

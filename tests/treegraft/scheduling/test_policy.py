@@ -39,7 +39,8 @@ def test_an_impossible_margin_leaves_the_layer_to_the_fallback(learned: LearnedS
     ("margins", "action"),
     [
         ([0.5, 0.25], 1),
-        ([-5.0, -6.0], 0),  # dearer than all that is verified could bring
+        ([-2.0 * SETTINGS.verified_sizes[-1], -3.0], 0),  # dearer than all that is verified could bring
+        ([-11.0 * SETTINGS.verified_sizes[-1], -3.0], None),
         ([0.5, float("nan")], None),
         ([float("-inf"), 0.5], None),
         ([0.5, SETTINGS.verified_sizes[-1] + 0.1], None),
