@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.files import digest, file_digest, read_json
+from pipeline.files import digest, file_digest, library_code, read_json
 from treegraft.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,11 +95,9 @@ def fits_digest(config: "PairConfig", settings: dict[str, Any]) -> str:
 
     ``settings``: those of section distill that count.
     """
-    import treegraft
-
     here = Path(__file__).parent
     own = [here / f"{name}.py" for name in ("distill_inputs", "labelled", "student", "students")]
-    code = [*own, *Path(treegraft.__path__[0]).rglob("*.py")]
+    code = [*own, *library_code()]
     parts = {
         "traces": {str(path): file_digest(path) for path in config.paths.traces.rglob("*") if path.is_file()},
         "code": {f"{path.parent.name}/{path.name}": file_digest(path) for path in code},

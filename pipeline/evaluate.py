@@ -17,6 +17,7 @@ from pipeline.files import (
     append_jsonl,
     digest,
     file_digest,
+    library_code,
     read_jsonl,
     replacing_folder,
     scratch_folder,
@@ -303,11 +304,10 @@ def node_calibration(bench: Bench, bins: int = 10) -> list[dict[str, float]]:
 
 def _scratch(config: "PairConfig", inputs: dict[str, str | None]) -> Path:
     """The scratch folder of measurements of exactly these inputs, this code, configuration and machine."""
-    import treegraft
     from pipeline.pair import machine
 
     code = [
-        *sorted(Path(treegraft.__path__[0]).rglob("*.py")),
+        *library_code(),
         Path(__file__),
         *map(
             Path(__file__).with_name, ("hf_methods.py", "methods.py", "pair.py", "step_recorder.py", "strong_depth.py")

@@ -109,6 +109,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json_text(value).encode()).hexdigest()
 
 
+def library_code() -> list[Path]:
+    """The source files of the library, sorted: what half-done work depends on besides the code of its stage."""
+    import treegraft
+
+    return sorted(Path(treegraft.__path__[0]).rglob("*.py"))
+
+
 def scratch_name(work: Any) -> str:
     """The name of the scratch folder for ``work`` (anything JSON can hold)."""
     return digest(work)[:16]

@@ -12,8 +12,8 @@ def doubts(pair: str, changed: list[str], modelled: float, measured: float, fall
     """Sentences about what makes a report's figures doubtful.
 
     changed: code that changed while it was measured. fallbacks: decisions that the scheduler left to the best fixed
-    schedule. modelled, measured: plain decoding's tokens a second by the
-    latencies of stage profile (0 if it has no say on these prompts) and by the clock.
+    schedule. modelled, measured: plain decoding's tokens a second by the latencies of stage profile (0 if it has no say
+    on these prompts) and by the clock.
     """
     found = [code_changed("evaluate", pair, changed)] if changed else []
     if modelled and not 1 / OFF_PROFILE <= measured / modelled <= OFF_PROFILE:

@@ -34,6 +34,7 @@ from pipeline.executors import execute
 from pipeline.files import (
     file_digest,
     json_text,
+    library_code,
     read_json,
     replacing_folder,
     scratch_folder,
@@ -89,10 +90,8 @@ def make_job(config: "PairConfig") -> "LabelJob":
 
 def _code_digest() -> str:
     """Of the source of the library and of labelling: half-done work of other code is not continued."""
-    import treegraft
-
     here = Path(__file__)
-    files = [*sorted(Path(treegraft.__path__[0]).rglob("*.py")), here, here.with_name("label_work.py")]
+    files = [*library_code(), here, here.with_name("label_work.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 

@@ -5,13 +5,13 @@ further keys are free. The kind of a prompt (what a report calls a benchmark) is
 or of the folder in ``<kind>/question.jsonl``.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.files import digest
 from pipeline.progress import log
 from treegraft.errors import UserError
 
@@ -211,5 +211,5 @@ def _read_hub(source: "PromptSource") -> Iterator[tuple[Prompt, str]]:
     for index, value in enumerate(rows[column]):
         place = f"{source.hub}, {source.split}, row {index}"
         turns = _check_turns([value] if source.field is not None else value, column, place)
-        name = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:12]
+        name = digest(turns)[:12]
         yield Prompt(f"{kind}/{name}", kind, turns), place
