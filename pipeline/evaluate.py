@@ -31,7 +31,7 @@ from pipeline.progress import log, progress
 from pipeline.prompts import Prompt, select_prompts, take
 from pipeline.provenance import code_provenance, input_digests, source_digests
 from pipeline.stages import WHO_WORKS
-from pipeline.strong_depth import StrongAlone, tune_strong
+from pipeline.strong_baseline import StrongAlone, tune_strong
 from treegraft.errors import UserError
 
 TUNING_SHARE = 3  # of the validation prompts of every kind, one in so many
@@ -306,13 +306,8 @@ def _scratch(config: "PairConfig", inputs: dict[str, str | None]) -> Path:
     """The scratch folder of measurements of exactly these inputs, this code, configuration and machine."""
     from pipeline.pair import machine
 
-    code = [
-        *library_code(),
-        Path(__file__),
-        *map(
-            Path(__file__).with_name, ("hf_methods.py", "methods.py", "pair.py", "step_recorder.py", "strong_depth.py")
-        ),
-    ]
+    own = ("evaluate", "hf_methods", "methods", "pair", "step_recorder", "strong_baseline")
+    code = [*library_code(), *(Path(__file__).with_name(f"{name}.py") for name in own)]
     parts = {
         "config": config.model_dump(mode="json"),
         "machine": machine(config),

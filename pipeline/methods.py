@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pipeline.params import PairConfig
-    from pipeline.strong_depth import StrongAlone
+    from pipeline.strong_baseline import StrongAlone
     from treegraft.decoder import Decoder
     from treegraft.metrics import DecodingMetrics
     from treegraft.pair import PairModels

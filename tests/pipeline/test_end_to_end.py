@@ -24,7 +24,7 @@ from pipeline.pair import machine
 from pipeline.params_file import load_pair
 from pipeline.prompts import Prompt, select_prompts
 from pipeline.stages import STAGES
-from pipeline.strong_depth import StrongAlone, tune_strong
+from pipeline.strong_baseline import StrongAlone, tune_strong
 from tests.pipeline.tiny_pair import SLUG, contents, make_pair
 from treegraft.decoder import Decoder, Generation
 from treegraft.metrics import DecodingMetrics
