@@ -150,19 +150,20 @@ def _measure(
     from treegraft.drafters.lm import RowStore
     from treegraft.runner import ModelRunner
 
-    runner = ModelRunner(model)
-    most = max(points) + max(max(sizes) for sizes in points.values())
-    runner.reset(most)
     vocabulary = DraftVocabulary(model.vocab_size if model.draft_tokens is None else len(model.draft_tokens))
     store = RowStore(vocabulary, config.decoding.width, 1.0) if kind == "drafter" else None
-    text = np.random.default_rng(config.seed).integers(0, model.vocab_size, most)
+    text = np.random.default_rng(config.seed).integers(
+        0, model.vocab_size, max(points) + max(max(sizes) for sizes in points.values())
+    )
+    runners = {context: ModelRunner(model) for context in sorted(points)}
+    for context, runner in runners.items():
+        runner.reset(context + max(points[context]))
+        runner.prefill(text[:context])
     repeats = config.profile.repeats if kind != "prefill" else min(3, config.profile.repeats)
     times: dict[tuple[int, int], list[float]] = {(n, c): [] for c, sizes in points.items() for n in sizes}
-    for context in sorted(points):
-        runner.prefill(text[runner.committed : context])
-        # Round by round over all sizes, so that a slow minute of the machine does not fall on one of them alone.
-        rounds = progress(range(repeats + 1), desc=f"profile {model.name}, {kind}, context {context}", unit="round")
-        for repeat in rounds:
+    # Round by round over all points, so that a slow minute of the machine does not fall on some of them alone.
+    for repeat in progress(range(repeats + 1), desc=f"profile {model.name}, {kind}", unit="round"):
+        for context, runner in runners.items():
             for n in points[context]:
                 elapsed = _time_forward(runner, text[context : context + n], store, kind == "prefill")
                 if repeat:  # the first round warms up
