@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        scale = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_min_(TINY)
+        scale = rows.abs().amax(-1, keepdim=True).clamp_min_(TINY)  # the infinity norm takes ten times as long
         out: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             rows / scale, 1 / ACTIVATION_LEVELS, ACTIVATION_LEVELS + 1, self.packed
         )
